@@ -139,9 +139,9 @@ def _softmax(s: Any, sinks: Any) -> tuple[Any, Any]:
     return e / total, lse[..., 0]
 
 
-# Products of rows, keys and pairs --------------------------------------------------------------------------------------
-# rows [*batch, T, K, G, H] are queries or outputs, cols [*batch, S, K, H] keys or values, and pairs [*batch, K, G, T, S]
-# scores or probabilities. Batch dimensions have size 1 where they are shared.
+# Products of rows, keys and pairs -------------------------------------------------------------------------------------
+# rows [*batch, T, K, G, H] are queries or outputs, cols [*batch, S, K, H] are keys or values, and pairs
+# [*batch, K, G, T, S] are scores or probabilities. Batch dimensions have size 1 where they are shared.
 
 # Result of a product -> its einsum, and for the transposes by the first and by the second operand: the product and
 # the places of (cotangent, other operand) in it.

@@ -243,7 +243,7 @@ def _rule(
     # A factor that occurs only inside ("k", "g") has no dimension to take its size from.
     sizes = {}
     if ("k", "g") in factors["q"]:
-        sizes["g"] = num_q_heads // num_kv_heads
+        sizes["g"] = num_q_heads // num_kv_heads if num_kv_heads else 1
         if not linked:
             sizes["k"] = num_kv_heads
     return SdyShardingRule(operands, outputs, **sizes)

@@ -1,6 +1,8 @@
-// The decode: the forward for few query columns per key/value head, limited by reading k and v once.
+// The decode: the forward for few query columns per key/value head, limited by reading k and v
+// once.
 //
-// The walk is the forward's (see forward.cc), keys split among the threads included; only the hot loops differ.
+// The walk is the forward's (see forward.cc), keys split among the threads included; only the hot
+// loops differ.
 #include <algorithm>
 
 #include "cc/cpu/forward.h"
@@ -31,7 +33,8 @@ std::string Refusal(const Problem& problem, const Device& device) {
 // An exported program may meet any machine: the workspace fits every instruction set.
 int64_t WorkspaceBytes(const Problem& problem, const Device& device) {
   int64_t bytes = 0;
-  for (Isa isa : kAllIsas) bytes = std::max(bytes, DecodeWorkspaceBytes(problem, device.num_workers, isa));
+  for (Isa isa : kAllIsas)
+    bytes = std::max(bytes, DecodeWorkspaceBytes(problem, device.num_workers, isa));
   return bytes;
 }
 

@@ -1,7 +1,7 @@
 // The hot loops for few query columns; compiled once per instruction set. See forward_tile.h.
 //
-// Reading k and v is what such a call costs, so every row is read once, from where it is stored. Lanes run along the
-// head dimension in both products and along the keys in the softmax.
+// Reading k and v is what such a call costs, so every row is read once, from where it is stored.
+// Lanes run along the head dimension in both products and along the keys in the softmax.
 #include "cc/cpu/forward_tile.h"
 #include "cc/cpu/tile_common.h"
 
@@ -17,7 +17,8 @@ inline constexpr int kColumns = kLanes<T> > 8 ? kLanes<T> : 8;
 constexpr int kRows = 4;
 constexpr int kPair = 2;
 
-// Rows far enough ahead to arrive in time. They lie num_kv_heads * head_dim apart, too far for the machine to guess.
+// Rows far enough ahead to arrive in time. They lie num_kv_heads * head_dim apart, too far for the
+// machine to guess.
 constexpr int kAhead = 8;
 
 // Length of a column's scores: whole vectors.
@@ -29,13 +30,15 @@ JAX_FMHA_INLINE int64_t Padded(int64_t keys) {
 template <typename T, typename In>
 void PackQ(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim, T factor, T* q) {
   for (int64_t c = 0; c < columns; ++c) {
-    WidenRow<T>(Row<In>(rows, c / group) + c % group * head_dim, head_dim, factor, q + c * head_dim);
+    WidenRow<T>(Row<In>(rows, c / group) + c % group * head_dim, head_dim, factor,
+                q + c * head_dim);
   }
 }
 
 template <typename T, typename In>
 void StageBias(const ScoreOperand& bias, T*, T* to) {
-  for (int64_t c = 0; c < bias.columns; ++c) ReadBias<T, In>(bias, c, to + c * Padded<T>(bias.keys));
+  for (int64_t c = 0; c < bias.columns; ++c)
+    ReadBias<T, In>(bias, c, to + c * Padded<T>(bias.keys));
 }
 
 template <typename T>
@@ -55,7 +58,8 @@ MaskKind StageMask(const ScoreOperand& mask, LaneInt<T>* to) {
 template <typename In>
 JAX_FMHA_INLINE void PrefetchRow(const RowSet& rows, int64_t i, int64_t width) {
   const char* row = reinterpret_cast<const char*>(Row<In>(rows, i));
-  for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(In)); at += 64) __builtin_prefetch(row + at);
+  for (int64_t at = 0; at < width * static_cast<int64_t>(sizeof(In)); at += 64)
+    __builtin_prefetch(row + at);
 }
 
 // Calls f(h, load) for the vectors of [0, width); `load` reads what the last one has.
@@ -68,7 +72,8 @@ JAX_FMHA_INLINE void ForVectors(int64_t width, F&& f) {
 
 // Scores of C columns against R keys.
 template <int R, int C, typename T, typename In>
-JAX_FMHA_INLINE void ScoreRows(const In* const* k, const T* q, int64_t head_dim, T* scores, int64_t stride) {
+JAX_FMHA_INLINE void ScoreRows(const In* const* k, const T* q, int64_t head_dim, T* scores,
+                               int64_t stride) {
   Vec<T> sum[R][C];
   JAX_FMHA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -95,7 +100,8 @@ JAX_FMHA_INLINE void ScoreRows(const In* const* k, const T* q, int64_t head_dim,
 
 // o[c] += sum over R keys of p[c][r] * v[r].
 template <int R, int C, typename T, typename In>
-JAX_FMHA_INLINE void AddRows(const In* const* v, const T* p, int64_t stride, int64_t head_dim_v, T* o) {
+JAX_FMHA_INLINE void AddRows(const In* const* v, const T* p, int64_t stride, int64_t head_dim_v,
+                             T* o) {
   Vec<T> weight[R][C];
   JAX_FMHA_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -126,10 +132,11 @@ JAX_FMHA_INLINE void AddRows(const In* const* v, const T* p, int64_t stride, int
   }
 }
 
-// Calls f(rows, first key, kRows of them or one, first column, kPair of them or one) for all keys and columns, with
-// later rows prefetched on the way.
+// Calls f(rows, first key, kRows of them or one, first column, kPair of them or one) for all keys
+// and columns, with later rows prefetched on the way.
 template <typename In, typename F>
-JAX_FMHA_INLINE void ForKeysAndColumns(const RowSet& rows, int64_t width, int64_t keys, int64_t columns, F&& f) {
+JAX_FMHA_INLINE void ForKeysAndColumns(const RowSet& rows, int64_t width, int64_t keys,
+                                       int64_t columns, F&& f) {
   for (int64_t j = 0; j < keys;) {
     const int64_t step = keys - j >= kRows ? kRows : 1;
     const In* row[kRows];
@@ -149,7 +156,8 @@ void Scores(const PanelBlock<T>& b) {
                         [&](const In* const* k, int64_t j, bool rows, int64_t c, bool pair) {
                           const T* q = b.q + c * b.head_dim;
                           T* to = b.scores + c * stride + j;
-                          if (rows && pair) return ScoreRows<kRows, kPair, T>(k, q, b.head_dim, to, stride);
+                          if (rows && pair)
+                            return ScoreRows<kRows, kPair, T>(k, q, b.head_dim, to, stride);
                           if (rows) return ScoreRows<kRows, 1, T>(k, q, b.head_dim, to, stride);
                           if (pair) return ScoreRows<1, kPair, T>(k, q, b.head_dim, to, stride);
                           ScoreRows<1, 1, T>(k, q, b.head_dim, to, stride);
@@ -163,14 +171,16 @@ void AddValues(const PanelBlock<T>& b, T* o) {
                         [&](const In* const* v, int64_t j, bool rows, int64_t c, bool pair) {
                           const T* p = b.scores + c * stride + j;
                           T* to = o + c * b.head_dim_v;
-                          if (rows && pair) return AddRows<kRows, kPair, T>(v, p, stride, b.head_dim_v, to);
+                          if (rows && pair)
+                            return AddRows<kRows, kPair, T>(v, p, stride, b.head_dim_v, to);
                           if (rows) return AddRows<kRows, 1, T>(v, p, stride, b.head_dim_v, to);
                           if (pair) return AddRows<1, kPair, T>(v, p, stride, b.head_dim_v, to);
                           AddRows<1, 1, T>(v, p, stride, b.head_dim_v, to);
                         });
 }
 
-// Bias, soft cap and masks for the scores of column c from key j on; lanes past the last key get -inf.
+// Bias, soft cap and masks for the scores of column c from key j on; lanes past the last key get
+// -inf.
 template <typename T>
 JAX_FMHA_INLINE Vec<T> ChangeScores(const PanelBlock<T>& b, int64_t c, int64_t j, Vec<T> s) {
   const int64_t at = c * Padded<T>(b.keys) + j;
@@ -225,7 +235,8 @@ void Attend(const PanelBlock<T>& b, const PanelState<T>& state) {
 
 // state = state * exp2(state.m - m) + other * exp2(other.m - m), m the larger one.
 template <typename T>
-void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns, const PanelState<T>& state) {
+void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns,
+           const PanelState<T>& state) {
   for (int64_t first = 0; first < columns; first += kLanes<T>) {
     const Vec<T> m = MaxOf<T>(Load(other.m + first), Load(state.m + first));
     const Vec<T> keep = Exp2<T>(Load(state.m + first) - Base<T>(m));
@@ -242,10 +253,11 @@ void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns, cons
 }
 
 template <typename T, typename Out>
-void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, const RowSet& out, int64_t group,
-            int64_t first_column, int64_t columns) {
+void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, const RowSet& out,
+            int64_t group, int64_t first_column, int64_t columns) {
   for (int64_t first = 0; first < columns; first += kLanes<T>) {
-    const Vec<T> scale = Close(state.m + first, state.l + first, sinks == nullptr ? nullptr : sinks + first);
+    const Vec<T> scale =
+        Close(state.m + first, state.l + first, sinks == nullptr ? nullptr : sinks + first);
     for (int64_t c = first; c < Min(first + kLanes<T>, columns); ++c) {
       const int64_t column = first_column + c;
       Out* to = const_cast<Out*>(Row<Out>(out, column / group)) + column % group * head_dim_v;
@@ -265,7 +277,8 @@ extern const ForwardTile<float> kDecodeF32 = {
     kColumns<float>,
     {PackQ<float, F16>, PackQ<float, BF16>, PackQ<float, float>, nullptr},
     {nullptr, nullptr, nullptr, nullptr},
-    {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>, StageBias<float, double>},
+    {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>,
+     StageBias<float, double>},
     StageMask<float>,
     {Attend<float, F16>, Attend<float, BF16>, Attend<float, float>, nullptr},
     Merge<float>,
@@ -276,7 +289,8 @@ extern const ForwardTile<double> kDecodeF64 = {
     kColumns<double>,
     {nullptr, nullptr, nullptr, PackQ<double, double>},
     {nullptr, nullptr, nullptr, nullptr},
-    {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>, StageBias<double, double>},
+    {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>,
+     StageBias<double, double>},
     StageMask<double>,
     {nullptr, nullptr, nullptr, Attend<double, double>},
     Merge<double>,

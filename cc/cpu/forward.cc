@@ -1,8 +1,9 @@
 // The forward: which panels of query columns meet which blocks of keys, and in which task.
 //
-//   unit     a tile of query slots of one batch entry and one or a few key/value heads, times a share of the keys when
-//            there are too few tiles to keep the machine busy; units are independent, so results do not depend on the
-//            threads
+//   unit     a tile of query slots of one batch entry and one or a few key/value heads, times a
+//   share of the keys when
+//            there are too few tiles to keep the machine busy; units are independent, so results do
+//            not depend on the threads
 //   chunk    the part of a unit that lies in one group (see plan.h)
 //   block    kBlockKv or fewer keys, staged once for all panels of a chunk
 #include <algorithm>
@@ -13,6 +14,7 @@
 #include "cc/cpu/forward_tile.h"
 #include "cc/cpu/kernels.h"
 #include "cc/cpu/plan.h"
+#include "cc/cpu/tile_mask.h"
 #include "cc/cpu/workspace.h"
 
 namespace jax_fmha {
@@ -22,20 +24,21 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-// Half of the smaller L2 caches in use: packed queries and their accumulators stay there while keys pass by.
+// Half of the smaller L2 caches in use: packed queries and their accumulators stay there while keys
+// pass by.
 constexpr int64_t kTileBytes = 256 * 1024;
 constexpr int64_t kBlockBytes = 160 * 1024;
 constexpr int64_t kMaxTileColumns = 256;
 constexpr int64_t kMinTileColumns = 64;
 constexpr int64_t kMaxBlockKv = 192;
 constexpr int64_t kMinBlockKv = 32;
-// Enough units for the threads of a large machine; not a function of the machine, so that every machine adds up in
-// the same order.
+// Enough units for the threads of a large machine; not a function of the machine, so that every
+// machine adds up in the same order.
 constexpr int64_t kEnoughUnits = 64;
 constexpr int64_t kFewUnits = 16;  // from here on, splitting the keys costs more than it gains
 constexpr int64_t kMinKeysPerSplit = 1024;
-// Where rows are read as stored, memory is what counts. A block of keys is walked head by head over this much of a
-// token, so that it is read nearly in order, and the keys are split finer.
+// Where rows are read as stored, memory is what counts. A block of keys is walked head by head over
+// this much of a token, so that it is read nearly in order, and the keys are split finer.
 constexpr int64_t kTokenBytes = 4096;
 constexpr int64_t kStoredBlockKv = 32;
 constexpr int64_t kMinStoredKeysPerSplit = 256;
@@ -54,22 +57,24 @@ const ForwardTile<double>& TileOf<double>(const ForwardTables& tables) {
 
 // Sizes that follow from the problem and the instruction set alone.
 struct Tiling {
-  int panel;             // columns of a panel
-  int64_t group;         // query heads per key/value head
-  int64_t rows;          // query rows of a tile
-  int64_t tiles;         // per batch entry and key/value head
-  int64_t splits;        // shares of the keys
+  int panel;       // columns of a panel
+  int64_t group;   // query heads per key/value head
+  int64_t rows;    // query rows of a tile
+  int64_t tiles;   // per batch entry and key/value head
+  int64_t splits;  // shares of the keys
   int64_t block_kv;
-  int64_t k_stride;      // of staged rows; 0 where they are read as stored
+  int64_t k_stride;  // of staged rows; 0 where they are read as stored
   int64_t v_stride;
-  int64_t max_panels;    // of a chunk
-  int64_t unit_panels;   // of a unit, whose chunks each round up to whole panels; only when the keys are split
-  int64_t heads;         // key/value heads of a unit
-  int64_t head_blocks;   // such sets of heads
-  int64_t units;         // batch entries * head_blocks * tiles
+  int64_t max_panels;   // of a chunk
+  int64_t unit_panels;  // of a unit, whose chunks each round up to whole panels; only when the keys
+                        // are split
+  int64_t heads;        // key/value heads of a unit
+  int64_t head_blocks;  // such sets of heads
+  int64_t units;        // batch entries * head_blocks * tiles
 };
 
-// Staged rows lie an odd number of 64-byte lines apart, so that a column of them spreads over all sets of a cache.
+// Staged rows lie an odd number of 64-byte lines apart, so that a column of them spreads over all
+// sets of a cache.
 int64_t StagedStride(int64_t width, int64_t element) {
   const int64_t line = 64 / element;
   const int64_t lines = CeilDiv(width, line);
@@ -95,7 +100,8 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
   const int64_t all_columns = p.seqlen_q * t.group;
 
   int64_t columns = std::min(kMaxTileColumns, kTileBytes / (width * element));
-  while (columns > kMinTileColumns && sets * CeilDiv(all_columns, columns) < kFewUnits) columns /= 2;
+  while (columns > kMinTileColumns && sets * CeilDiv(all_columns, columns) < kFewUnits)
+    columns /= 2;
   t.rows = std::max<int64_t>(1, std::max<int64_t>(columns, panel) / t.group);
   t.tiles = CeilDiv(p.seqlen_q, t.rows);
   t.units = sets * t.tiles;
@@ -119,16 +125,17 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
 // What one thread works with.
 template <typename T>
 struct Scratch {
-  T* q;             // [heads][max_panels][head_dim][panel]
-  T* o;             // [heads][max_panels][head_dim_v][panel]
-  T* m;             // [heads][max_panels][panel]
-  T* l;             // [heads][max_panels][panel]
-  T* k;             // [block_kv][k_stride]
-  T* v;             // [block_kv][v_stride]
-  T* scores;        // [block_kv][panel]
-  T* bias;          // [block_kv][panel]
-  T* bias_columns;  // [block_kv][panel]
+  T* q;                      // [heads][max_panels][head_dim][panel]
+  T* o;                      // [heads][max_panels][head_dim_v][panel]
+  T* m;                      // [heads][max_panels][panel]
+  T* l;                      // [heads][max_panels][panel]
+  T* k;                      // [block_kv][k_stride]
+  T* v;                      // [block_kv][v_stride]
+  T* scores;                 // [block_kv][panel]
+  T* bias;                   // [block_kv][panel]
+  T* bias_columns;           // [block_kv][panel]
   LaneInt<T>* mask;          // [block_kv][panel]
+  uint8_t* mask_bytes;       // [panel][block_kv]
   LaneInt<T>* key_position;  // [block_kv], readable in whole vectors from any key on
   LaneInt<T>* lowest;        // [panel]
   LaneInt<T>* highest;       // [panel]
@@ -150,7 +157,8 @@ struct Scratch {
     scores = arena->Take<T>(block);
     bias = arena->Take<T>(p.has_bias ? block : 0);
     bias_columns = arena->Take<T>(p.has_bias ? block : 0);
-    mask = arena->Take<LaneInt<T>>(p.has_mask ? block : 0);
+    mask = arena->Take<LaneInt<T>>(p.has_mask || p.has_tile_mask ? block : 0);
+    mask_bytes = arena->Take<uint8_t>(p.has_tile_mask ? block : 0);
     key_position = arena->Take<LaneInt<T>>(t.block_kv + 64);
     lowest = arena->Take<LaneInt<T>>(t.panel);
     highest = arena->Take<LaneInt<T>>(t.panel);
@@ -165,10 +173,10 @@ struct Scratch {
 template <typename T>
 struct Layout {
   void* plan;
-  char* slots;          // [num_slots][slot_bytes]
+  char* slots;  // [num_slots][slot_bytes]
   int64_t slot_bytes;
-  T* split_o;           // [units][splits][unit_panels][head_dim_v][panel], only with several splits
-  T* split_ml;          // [units][splits][2][unit_panels][panel]
+  T* split_o;   // [units][splits][unit_panels][head_dim_v][panel], only with several splits
+  T* split_ml;  // [units][splits][2][unit_panels][panel]
   int64_t bytes;
 
   Layout(const Problem& p, const Tiling& t, void* workspace, int num_slots) {
@@ -204,7 +212,8 @@ class Forward {
 
   void Run() {
     plan_.Build(workers_);
-    RunUnits(t_.units * t_.splits, [&](int64_t unit, Scratch<T>* scratch) { AttendUnit(unit, scratch); });
+    RunUnits(t_.units * t_.splits,
+             [&](int64_t unit, Scratch<T>* scratch) { AttendUnit(unit, scratch); });
     if (t_.splits > 1) {
       RunUnits(t_.units, [&](int64_t unit, Scratch<T>* scratch) { CombineUnit(unit, scratch); });
     }
@@ -219,7 +228,7 @@ class Forward {
     Entry entry;
   };
   struct Chunk {
-    int64_t begin, count;  // query slots
+    int64_t begin, count;      // query slots
     int64_t columns, panels;   // per head
     int64_t kv_begin, kv_end;  // key slots
   };
@@ -235,9 +244,11 @@ class Forward {
   void RunUnits(int64_t units, const Body& body) {
     // Tiny units are handed out together.
     const int64_t keys = std::max<int64_t>(std::min<int64_t>(p_.seqlen_kv, 64), 1);
-    const int64_t flops = 2 * t_.heads * t_.rows * t_.group * keys * (p_.head_dim + p_.head_dim_v) + 4096;
+    const int64_t flops =
+        2 * t_.heads * t_.rows * t_.group * keys * (p_.head_dim + p_.head_dim_v) + 4096;
     const int64_t share = CeilDiv(units, kEnoughUnits);
-    const int64_t units_per_task = std::clamp<int64_t>(kFlopsPerTask / flops, 1, std::max<int64_t>(share, 1));
+    const int64_t units_per_task =
+        std::clamp<int64_t>(kFlopsPerTask / flops, 1, std::max<int64_t>(share, 1));
     RunOnSlots(workers_, num_slots_, CeilDiv(units, units_per_task), [&](int64_t task, int slot) {
       Arena arena(layout_.slots + slot * layout_.slot_bytes);
       Scratch<T> scratch(p_, t_, &arena);
@@ -298,7 +309,8 @@ class Forward {
         AttendChunk(unit, chunk, split, state, scratch);
         FinishChunk(unit, chunk, state, scratch);
       } else {
-        AttendChunk(unit, chunk, split, SplitState(number / t_.splits, split, first_panel), scratch);
+        AttendChunk(unit, chunk, split, SplitState(number / t_.splits, split, first_panel),
+                    scratch);
       }
     });
   }
@@ -310,7 +322,8 @@ class Forward {
       for (int64_t split = 1; split < t_.splits; ++split) {
         const PanelState<T> other = SplitState(number, split, first_panel);
         for (int64_t panel = 0; panel < chunk.panels * unit.num_heads; ++panel) {
-          const int64_t columns = std::min<int64_t>(t_.panel, chunk.columns - panel % chunk.panels * t_.panel);
+          const int64_t columns =
+              std::min<int64_t>(t_.panel, chunk.columns - panel % chunk.panels * t_.panel);
           tile_.merge(Advance(other, panel), p_.head_dim_v, columns, Advance(state, panel));
         }
       }
@@ -321,7 +334,8 @@ class Forward {
   // ---- a chunk ----
 
   // Attends to one share of the keys that the chunk may see.
-  void AttendChunk(const Unit& unit, const Chunk& chunk, int64_t split, const PanelState<T>& state, Scratch<T>* s) {
+  void AttendChunk(const Unit& unit, const Chunk& chunk, int64_t split, const PanelState<T>& state,
+                   Scratch<T>* s) {
     const int64_t columns = unit.num_heads * chunk.panels * t_.panel;
     std::fill(state.m, state.m + columns, -std::numeric_limits<T>::infinity());
     std::fill(state.l, state.l + columns, T(0));
@@ -333,7 +347,8 @@ class Forward {
     Interval q_interval;
     if (p_.uses_positions()) q_interval = FindQPositions(unit, chunk, positions, s);
     int64_t begin = chunk.kv_begin, end = chunk.kv_end;
-    if (p_.uses_positions() && positions.kv_ascending()) NarrowKeys(unit, q_interval, positions, &begin, &end);
+    if (p_.uses_positions() && positions.kv_ascending())
+      NarrowKeys(unit, q_interval, positions, &begin, &end);
     const int64_t keys = end - begin;
     end = begin + keys * (split + 1) / t_.splits;
     begin += keys * split / t_.splits;
@@ -352,12 +367,15 @@ class Forward {
     }
   }
 
-  RowSet QRows(const Unit& unit, int64_t slot, int64_t count, const void* base, int64_t width) const {
-    const int64_t* index = unit.entry.QContiguous(slot, count) ? nullptr : unit.entry.q_index() + slot;
+  RowSet QRows(const Unit& unit, int64_t slot, int64_t count, const void* base,
+               int64_t width) const {
+    const int64_t* index =
+        unit.entry.QContiguous(slot, count) ? nullptr : unit.entry.q_index() + slot;
     return {base, p_.num_q_heads * width, index, unit.entry.QRow(slot)};
   }
 
-  RowSet KvRows(const Unit& unit, int64_t head, int64_t slot, int64_t count, const Operand& x, int64_t width) const {
+  RowSet KvRows(const Unit& unit, int64_t head, int64_t slot, int64_t count, const Operand& x,
+                int64_t width) const {
     const char* entry = x.Entry<char>(unit.b, p_.seqlen_kv * p_.num_kv_heads * width * element_);
     return {entry + head * width * element_, p_.num_kv_heads * width, KeyIndex(unit, slot, count),
             unit.entry.KvRow(slot)};
@@ -370,8 +388,8 @@ class Forward {
   void PackQ(const Unit& unit, const Chunk& chunk, int64_t i, Scratch<T>* s) {
     const int64_t width = p_.head_dim;
     const char* entry = x_.q.Entry<char>(unit.b, p_.seqlen_q * p_.num_q_heads * width * element_);
-    const RowSet rows =
-        QRows(unit, chunk.begin, chunk.count, entry + (unit.head + i) * t_.group * width * element_, width);
+    const RowSet rows = QRows(unit, chunk.begin, chunk.count,
+                              entry + (unit.head + i) * t_.group * width * element_, width);
     const T factor = static_cast<T>(x_.scale.Float(unit.b) * kLog2E);
     tile_.pack_q[storage_](rows, t_.group, chunk.columns, width, factor,
                            s->q + i * chunk.panels * t_.panel * width);
@@ -379,9 +397,10 @@ class Forward {
 
   // ---- positions ----
 
-  // Positions of the columns, and the interval of every panel and of the whole chunk. Columns that only fill the last
-  // panel repeat the last position.
-  Interval FindQPositions(const Unit& unit, const Chunk& chunk, const Positions& positions, Scratch<T>* s) {
+  // Positions of the columns, and the interval of every panel and of the whole chunk. Columns that
+  // only fill the last panel repeat the last position.
+  Interval FindQPositions(const Unit& unit, const Chunk& chunk, const Positions& positions,
+                          Scratch<T>* s) {
     Interval all;
     for (int64_t panel = 0; panel < chunk.panels; ++panel) {
       Interval interval;
@@ -398,7 +417,8 @@ class Forward {
   }
 
   // Key slots that some query of the interval may attend, where key positions ascend.
-  void NarrowKeys(const Unit& unit, const Interval& q, const Positions& positions, int64_t* begin, int64_t* end) {
+  void NarrowKeys(const Unit& unit, const Interval& q, const Positions& positions, int64_t* begin,
+                  int64_t* end) {
     const auto first_at_least = [&](int64_t position) {
       int64_t low = *begin, high = *end;
       while (low < high) {
@@ -412,7 +432,8 @@ class Forward {
     *begin = std::min(first, *end);
   }
 
-  // Reads the positions of a block's keys, relative ones in 32 bits; cuts the block where those would not be exact.
+  // Reads the positions of a block's keys, relative ones in 32 bits; cuts the block where those
+  // would not be exact.
   void FindKvPositions(const Unit& unit, const Positions& positions, Scratch<T>* s, Block* block) {
     constexpr int64_t kReach = (int64_t{1} << 31) - 2;
     int64_t n = 0;
@@ -452,17 +473,17 @@ class Forward {
     const int64_t columns = std::min<int64_t>(t_.panel, chunk.columns - panel * t_.panel);
     PanelBlock<T> b{};
     b.keys = end - begin;
-    if (p_.has_mask) {
-      const ScoreOperand mask =
-          Select(unit, chunk, head, panel, *block, begin, b.keys, x_.mask, x_.mask_strides, 1, s->offsets);
-      const MaskKind kind = tile_.stage_mask(mask, s->mask);
+    if (p_.has_mask || p_.has_tile_mask) {
+      const MaskKind kind = p_.has_mask
+                                ? StageMask(unit, chunk, head, panel, *block, begin, b.keys, s)
+                                : StageTileMask(unit, chunk, head, panel, *block, begin, b.keys, s);
       if (kind == MaskKind::kNone) return;
       if (kind == MaskKind::kSome) b.mask = s->mask;
     }
     if (p_.has_bias) {
       const int64_t element = SizeOf(p_.bias_dtype);
-      const ScoreOperand bias =
-          Select(unit, chunk, head, panel, *block, begin, b.keys, x_.bias, x_.bias_strides, element, s->offsets);
+      const ScoreOperand bias = Select(unit, chunk, head, panel, *block, begin, b.keys, x_.bias,
+                                       x_.bias_strides, element, s->offsets);
       tile_.stage_bias[StorageOf(p_.bias_dtype)](bias, s->bias_columns, s->bias);
       b.bias = s->bias;
     }
@@ -489,14 +510,61 @@ class Forward {
     tile_.attend[storage_](b, state);
   }
 
+  MaskKind StageMask(const Unit& unit, const Chunk& chunk, int64_t kv_head, int64_t panel,
+                     const Block& block, int64_t begin, int64_t keys, Scratch<T>* s) const {
+    const ScoreOperand mask = Select(unit, chunk, kv_head, panel, block, begin, keys, x_.mask,
+                                     x_.mask_strides, 1, s->offsets);
+    return tile_.stage_mask(mask, s->mask);
+  }
+
+  MaskKind StageTileMask(const Unit& unit, const Chunk& chunk, int64_t kv_head, int64_t panel,
+                         const Block& block, int64_t begin, int64_t keys, Scratch<T>* s) const {
+    const TileMask mask(p_, x_, unit.b);
+    const int64_t first_slot = block.begin + begin;
+    const KeyRows key_rows{KeyIndex(unit, first_slot, keys), unit.entry.KvRow(first_slot), keys};
+    const int64_t columns = std::min<int64_t>(t_.panel, chunk.columns - panel * t_.panel);
+    const auto row_of = [&](int64_t c) {
+      return unit.entry.QRow(chunk.begin + (panel * t_.panel + c) / t_.group);
+    };
+    const auto head_of = [&](int64_t c) {
+      return kv_head * t_.group + (panel * t_.panel + c) % t_.group;
+    };
+
+    bool none = true, all = true;
+    int64_t previous = -1;
+    for (int64_t c = 0; c < columns; ++c) {
+      const int64_t row_class = mask.ClassOf(head_of(c), row_of(c));
+      if (row_class == previous) continue;
+      previous = row_class;
+      const Cover cover = mask.Classify(head_of(c), row_of(c), key_rows);
+      none &= cover == Cover::kNone;
+      all &= cover == Cover::kAll;
+    }
+    if (none) return MaskKind::kNone;
+    if (all) return MaskKind::kAll;
+
+    ScoreOperand bytes{};
+    for (int64_t c = 0; c < columns; ++c) {
+      s->offsets[c] = c * keys;
+      mask.Read(head_of(c), row_of(c), key_rows, s->mask_bytes + c * keys);
+    }
+    bytes.base = s->mask_bytes;
+    bytes.offsets = s->offsets;
+    bytes.columns = columns;
+    bytes.key_stride = 1;
+    bytes.keys = keys;
+    return tile_.stage_mask(bytes, s->mask);
+  }
+
   // Staged when the first panel needs it: a mask may leave none.
   void StageBlock(const Unit& unit, int64_t head, Block* block, Scratch<T>* s) {
     block->staged = true;
     const auto stage = tile_.stage_rows[storage_];
     if (stage == nullptr) return;
-    stage(KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim), block->count, p_.head_dim, s->k, t_.k_stride);
-    stage(KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v), block->count, p_.head_dim_v, s->v,
-          t_.v_stride);
+    stage(KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim), block->count,
+          p_.head_dim, s->k, t_.k_stride);
+    stage(KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v), block->count,
+          p_.head_dim_v, s->v, t_.v_stride);
   }
 
   // The key positions that every column may attend, relative to `base`.
@@ -507,9 +575,9 @@ class Forward {
     }
   }
 
-  ScoreOperand Select(const Unit& unit, const Chunk& chunk, int64_t kv_head, int64_t panel, const Block& block,
-                      int64_t begin, int64_t keys, const Operand& x, const ScoreStrides& strides, int64_t element,
-                      int64_t* offsets) const {
+  ScoreOperand Select(const Unit& unit, const Chunk& chunk, int64_t kv_head, int64_t panel,
+                      const Block& block, int64_t begin, int64_t keys, const Operand& x,
+                      const ScoreStrides& strides, int64_t element, int64_t* offsets) const {
     ScoreOperand out;
     out.base = x.Entry<char>(unit.b, strides.entry * element);
     out.columns = std::min<int64_t>(t_.panel, chunk.columns - panel * t_.panel);
@@ -531,18 +599,21 @@ class Forward {
 
   // ---- results ----
 
-  void FinishChunk(const Unit& unit, const Chunk& chunk, const PanelState<T>& state, Scratch<T>* s) {
+  void FinishChunk(const Unit& unit, const Chunk& chunk, const PanelState<T>& state,
+                   Scratch<T>* s) {
     const int64_t width = p_.head_dim_v;
     char* entry = x_.out.Entry<char>(unit.b, p_.seqlen_q * p_.num_q_heads * width * element_);
     for (int64_t i = 0; i < unit.num_heads; ++i) {
       const int64_t q_head = (unit.head + i) * t_.group;
-      const RowSet rows = QRows(unit, chunk.begin, chunk.count, entry + q_head * width * element_, width);
+      const RowSet rows =
+          QRows(unit, chunk.begin, chunk.count, entry + q_head * width * element_, width);
       for (int64_t panel = 0; panel < chunk.panels; ++panel) {
         const int64_t first = panel * t_.panel;
         const int64_t columns = std::min<int64_t>(t_.panel, chunk.columns - first);
         if (p_.has_sinks) ReadSinks(unit, q_head, first, s->sinks);
         const PanelState<T> at = Advance(state, i * chunk.panels + panel);
-        tile_.finish[storage_](at, p_.has_sinks ? s->sinks : nullptr, width, rows, t_.group, first, columns);
+        tile_.finish[storage_](at, p_.has_sinks ? s->sinks : nullptr, width, rows, t_.group, first,
+                               columns);
         WriteLse(unit, chunk, q_head, first, columns, at);
       }
     }
@@ -551,11 +622,12 @@ class Forward {
   // The sinks of a panel's columns, from `first` on; `q_head` is the first head of the group.
   void ReadSinks(const Unit& unit, int64_t q_head, int64_t first, T* sinks) const {
     const T* entry = x_.sinks.Entry<T>(unit.b, p_.num_q_heads) + q_head;
-    for (int64_t c = 0; c < t_.panel; ++c) sinks[c] = entry[(first + c) % t_.group] * static_cast<T>(kLog2E);
+    for (int64_t c = 0; c < t_.panel; ++c)
+      sinks[c] = entry[(first + c) % t_.group] * static_cast<T>(kLog2E);
   }
 
-  void WriteLse(const Unit& unit, const Chunk& chunk, int64_t q_head, int64_t first, int64_t columns,
-                const PanelState<T>& state) {
+  void WriteLse(const Unit& unit, const Chunk& chunk, int64_t q_head, int64_t first,
+                int64_t columns, const PanelState<T>& state) {
     T* entry = x_.lse.Entry<T>(unit.b, p_.num_q_heads * p_.seqlen_q) + q_head * p_.seqlen_q;
     for (int64_t c = 0; c < columns; ++c) {
       const int64_t row = unit.entry.QRow(chunk.begin + (first + c) / t_.group);
@@ -584,10 +656,12 @@ int64_t BytesFor(const Problem& problem, const ForwardTables& tables, int num_sl
 }
 
 template <typename T>
-Status RunAs(const Problem& problem, const Operands& operands, const Launch& launch, const ForwardTables& tables) {
+Status RunAs(const Problem& problem, const Operands& operands, const Launch& launch,
+             const ForwardTables& tables) {
   const int slots = SlotsThatFit(launch.workers->num_slots(), launch.workspace_bytes,
                                  [&](int n) { return BytesFor<T>(problem, tables, n); });
-  if (slots == 0) return Status::Internal("The CPU kernel needs a larger workspace than it was given.");
+  if (slots == 0)
+    return Status::Internal("The CPU kernel needs a larger workspace than it was given.");
   Forward<T>(problem, operands, launch, slots, TileOf<T>(tables)).Run();
   return Status();
 }
@@ -606,7 +680,8 @@ ForwardTables TablesOf(Isa isa) {
 // An exported program may meet any machine: the workspace fits every instruction set.
 int64_t WorkspaceBytes(const Problem& problem, const Device& device) {
   int64_t bytes = 0;
-  for (Isa isa : kAllIsas) bytes = std::max(bytes, ForwardWorkspaceBytes(problem, device.num_workers, isa));
+  for (Isa isa : kAllIsas)
+    bytes = std::max(bytes, ForwardWorkspaceBytes(problem, device.num_workers, isa));
   return bytes;
 }
 
@@ -625,7 +700,8 @@ std::string RefusalOnCpu(const Problem& problem, const Device& device) {
     case DType::kF64:
       return "";
     default:
-      return std::string("takes float16, bfloat16, float32 and float64, not ") + Name(problem.dtype);
+      return std::string("takes float16, bfloat16, float32 and float64, not ") +
+             Name(problem.dtype);
   }
 }
 
@@ -650,7 +726,7 @@ Status RunForward(const Problem& problem, const Operands& operands, const Launch
 
 }  // namespace cpu
 
-extern const Kernel kCpuForward = {"cpu_forward",       "cpu",           Pass::kForward, cpu::RefusalOnCpu,
-                                   cpu::WorkspaceBytes, cpu::RunOnBest};
+extern const Kernel kCpuForward = {
+    "cpu_forward", "cpu", Pass::kForward, cpu::RefusalOnCpu, cpu::WorkspaceBytes, cpu::RunOnBest};
 
 }  // namespace jax_fmha

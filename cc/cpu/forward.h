@@ -1,4 +1,5 @@
-// The forward and the decode with the instruction set as an argument, for unit tests, and what they share.
+// The forward and the decode with the instruction set as an argument, for unit tests, and what they
+// share.
 #pragma once
 
 #include <cstdint>

@@ -9,9 +9,11 @@ namespace cpu {
 namespace JAX_FMHA_ISA {
 namespace {
 
-// to[i][c] = factor * column[c][i] for c < count; the other lanes are 0. Rows of `to` are kPanel apart.
+// to[i][c] = factor * column[c][i] for c < count; the other lanes are 0. Rows of `to` are kPanel
+// apart.
 template <typename T, typename In>
-void TransposeColumns(const In* const (&column)[kLanes<T>], int64_t count, int64_t n, T factor, T* to) {
+void TransposeColumns(const In* const (&column)[kLanes<T>], int64_t count, int64_t n, T factor,
+                      T* to) {
   constexpr int kL = kLanes<T>;
   for (int64_t i = 0; i < n; i += kL) {
     const int64_t rows = Min(kL, n - i);
@@ -28,7 +30,8 @@ void TransposeColumns(const In* const (&column)[kLanes<T>], int64_t count, int64
 }
 
 template <typename T, typename In>
-void PackQ(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim, T factor, T* panels) {
+void PackQ(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim, T factor,
+           T* panels) {
   int64_t row = 0, head = 0;
   const int64_t vectors = (columns + kLanes<T> - 1) / kLanes<T>;
   const int64_t used = (vectors + kNarrowVectors - 1) / kNarrowVectors * kNarrowVectors * kLanes<T>;
@@ -46,7 +49,8 @@ void PackQ(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim,
 
 template <typename T, typename In>
 void StageRows(const RowSet& rows, int64_t count, int64_t width, T* to, int64_t to_stride) {
-  for (int64_t i = 0; i < count; ++i) WidenRow<T>(Row<In>(rows, i), width, T(1), to + i * to_stride);
+  for (int64_t i = 0; i < count; ++i)
+    WidenRow<T>(Row<In>(rows, i), width, T(1), to + i * to_stride);
 }
 
 // ---- bias and mask ----
@@ -98,7 +102,8 @@ void Scores(const PanelBlock<T>& b) {
     constexpr int M = decltype(rows)::value;
     Vec<T> c[M][V];
     Clear(c);
-    MultiplyAdd<Layout::kRows, M, V, T>(b.head_dim, b.k + row * b.k_stride, b.k_stride, b.q, kPanel<T>, c);
+    MultiplyAdd<Layout::kRows, M, V, T>(b.head_dim, b.k + row * b.k_stride, b.k_stride, b.q,
+                                        kPanel<T>, c);
     T* to = b.scores + row * kPanel<T>;
     JAX_FMHA_UNROLL
     for (int m = 0; m < M; ++m) {
@@ -127,7 +132,8 @@ JAX_FMHA_INLINE Vec<T> ChangeScore(const PanelBlock<T>& b, int64_t j, int64_t c,
 // The new m of every column, with the scores changed in place.
 template <typename T, int V>
 void Maxima(const PanelBlock<T>& b, Vec<T> (&m)[V]) {
-  const bool plain = b.bias == nullptr && !b.has_soft_cap && b.mask == nullptr && b.key_position == nullptr;
+  const bool plain =
+      b.bias == nullptr && !b.has_soft_cap && b.mask == nullptr && b.key_position == nullptr;
   for (int64_t j = 0; j < b.keys; ++j) {
     JAX_FMHA_UNROLL
     for (int v = 0; v < V; ++v) {
@@ -204,14 +210,16 @@ void AttendVectors(const PanelBlock<T>& b, const PanelState<T>& state) {
 template <typename T>
 void Attend(const PanelBlock<T>& block, const PanelState<T>& state) {
   const bool narrow = block.columns <= kNarrowVectors * kLanes<T>;
-  narrow ? AttendVectors<T, kNarrowVectors>(block, state) : AttendVectors<T, kPanelVectors>(block, state);
+  narrow ? AttendVectors<T, kNarrowVectors>(block, state)
+         : AttendVectors<T, kPanelVectors>(block, state);
 }
 
 // ---- the end of a panel ----
 
 // state = state * exp2(state.m - m) + other * exp2(other.m - m), m the larger one.
 template <typename T>
-void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns, const PanelState<T>& state) {
+void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns,
+           const PanelState<T>& state) {
   for (int64_t c = 0; c < columns; c += kLanes<T>) {
     const Vec<T> m = MaxOf<T>(Load(other.m + c), Load(state.m + c));
     const Vec<T> keep = Exp2<T>(Load(state.m + c) - Base<T>(m));
@@ -226,8 +234,8 @@ void Merge(const PanelState<T>& other, int64_t head_dim_v, int64_t columns, cons
 }
 
 template <typename T, typename Out>
-void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, const RowSet& out, int64_t group,
-            int64_t first_column, int64_t columns) {
+void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, const RowSet& out,
+            int64_t group, int64_t first_column, int64_t columns) {
   constexpr int kL = kLanes<T>;
   for (int64_t c = 0; c < columns; c += kL) {
     const Vec<T> scale = Close(state.m + c, state.l + c, sinks == nullptr ? nullptr : sinks + c);
@@ -259,7 +267,8 @@ extern const ForwardTile<float> kForwardF32 = {
     kPanel<float>,
     {PackQ<float, F16>, PackQ<float, BF16>, PackQ<float, float>, nullptr},
     {StageRows<float, F16>, StageRows<float, BF16>, StageRows<float, float>, nullptr},
-    {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>, StageBias<float, double>},
+    {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>,
+     StageBias<float, double>},
     StageMask<float>,
     {Attend<float>, Attend<float>, Attend<float>, nullptr},
     Merge<float>,
@@ -270,7 +279,8 @@ extern const ForwardTile<double> kForwardF64 = {
     kPanel<double>,
     {nullptr, nullptr, nullptr, PackQ<double, double>},
     {nullptr, nullptr, nullptr, StageRows<double, double>},
-    {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>, StageBias<double, double>},
+    {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>,
+     StageBias<double, double>},
     StageMask<double>,
     {nullptr, nullptr, nullptr, Attend<double>},
     Merge<double>,

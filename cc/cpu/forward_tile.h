@@ -1,12 +1,15 @@
 // The hot loops of the forward, one table of functions per instruction set.
 //
-// Query columns: a tile holds `columns` of (row, head of the group) pairs, the head innermost, cut in panels. A panel
-// is a matrix with one query column per vector lane, so that softmax statistics are plain vertical operations:
-//   q [panel][head_dim][kPanel]    S^T, P^T [key][kPanel]    O^T [panel][head_dim_v][kPanel]    m, l [panel][kPanel]
+// Query columns: a tile holds `columns` of (row, head of the group) pairs, the head innermost, cut
+// in panels. A panel is a matrix with one query column per vector lane, so that softmax statistics
+// are plain vertical operations:
+//   q [panel][head_dim][kPanel]    S^T, P^T [key][kPanel]    O^T [panel][head_dim_v][kPanel]    m,
+//   l [panel][kPanel]
 // Scores are in log2 units: log2(e) is folded into the scale, the bias and the soft cap.
 //
-// The decode's tables have the same functions for few columns, with every [..][kPanel] above turned into [kPanel][..]:
-// a column's head dimension, or its scores, lie along the lanes, and rows of k and v are read where they are stored.
+// The decode's tables have the same functions for few columns, with every [..][kPanel] above turned
+// into [kPanel][..]: a column's head dimension, or its scores, lie along the lanes, and rows of k
+// and v are read where they are stored.
 #pragma once
 
 #include <cstdint>
@@ -46,12 +49,12 @@ struct RowSet {
 // A panel's part of a bias or mask: columns [0, columns) against keys [0, keys).
 struct ScoreOperand {
   const void* base;
-  const int64_t* offsets;    // [columns] elements from base to the column's key 0
-  bool same_offsets;         // the operand is broadcast over the panel's columns
+  const int64_t* offsets;  // [columns] elements from base to the column's key 0
+  bool same_offsets;       // the operand is broadcast over the panel's columns
   int64_t columns;
   const int64_t* key_index;  // key number, or null: first_key + j
   int64_t first_key;
-  int64_t key_stride;        // elements from one key to the next; 0 when broadcast
+  int64_t key_stride;  // elements from one key to the next; 0 when broadcast
   int64_t keys;
 };
 
@@ -70,21 +73,22 @@ struct PanelBlock {
   int64_t head_dim;
   int64_t head_dim_v;
   int64_t keys;
-  const T* q;                // [head_dim][kPanel], times scale * log2(e)
-  RowSet k_rows;             // as stored; for tables that do not stage
+  const T* q;     // [head_dim][kPanel], times scale * log2(e)
+  RowSet k_rows;  // as stored; for tables that do not stage
   RowSet v_rows;
-  const T* k;                // staged [keys][k_stride]
-  const T* v;                // staged [keys][v_stride]
+  const T* k;  // staged [keys][k_stride]
+  const T* v;  // staged [keys][v_stride]
   int64_t k_stride;
   int64_t v_stride;
-  const T* bias;             // [keys][kPanel], times log2(e), or null
-  const LaneInt<T>* mask;    // [keys][kPanel] all bits set to keep, or null
+  const T* bias;                   // [keys][kPanel], times log2(e), or null
+  const LaneInt<T>* mask;          // [keys][kPanel] all bits set to keep, or null
   const LaneInt<T>* key_position;  // [keys], or null when all pairs are within the band
-  const LaneInt<T>* lowest;        // [kPanel] key positions that the column may attend, both ends included
+  const LaneInt<T>*
+      lowest;  // [kPanel] key positions that the column may attend, both ends included
   const LaneInt<T>* highest;
   bool has_soft_cap;
-  T soft_cap;                // times log2(e)
-  T* scores;                 // scratch [keys][kPanel]
+  T soft_cap;  // times log2(e)
+  T* scores;   // scratch [keys][kPanel]
 };
 
 enum class MaskKind { kNone, kSome, kAll };  // how much of a panel a mask keeps
@@ -93,30 +97,36 @@ template <typename T>
 struct ForwardTile {
   int panel;  // kPanel: columns of a full panel
 
-  // Query columns to panels, times `factor`. Column c is element (c % group) * head_dim of row c / group.
-  void (*pack_q[kNumStorages])(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim, T factor,
-                               T* panels);
+  // Query columns to panels, times `factor`. Column c is element (c % group) * head_dim of row c /
+  // group.
+  void (*pack_q[kNumStorages])(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim,
+                               T factor, T* panels);
   // Rows to T, one after another. Null where attend reads rows as they are stored.
-  void (*stage_rows[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to, int64_t to_stride);
-  // bias * log2(e) as [keys][kPanel]; columns past the last are 0. `scratch` holds kLanes * keys elements.
+  void (*stage_rows[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to,
+                                   int64_t to_stride);
+  // bias * log2(e) as [keys][kPanel]; columns past the last are 0. `scratch` holds kLanes * keys
+  // elements.
   void (*stage_bias[kNumStorages])(const ScoreOperand& bias, T* scratch, T* to);
   // Writes the mask as lanes [keys][kPanel] when it keeps some.
   MaskKind (*stage_mask)(const ScoreOperand& mask, LaneInt<T>* to);
   void (*attend[kNumStorages])(const PanelBlock<T>& block, const PanelState<T>& state);
   // Adds to the first `columns` of `state` what `other` gathered over other keys.
-  void (*merge)(const PanelState<T>& other, int64_t head_dim_v, int64_t columns, const PanelState<T>& state);
-  // Takes the sinks in (one per column, times log2(e), or null), leaves the final m and l in `state` and writes the
-  // normalised columns [0, columns); column `c` is column `first_column + c` of the rows.
-  void (*finish[kNumStorages])(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, const RowSet& out,
-                               int64_t group, int64_t first_column, int64_t columns);
+  void (*merge)(const PanelState<T>& other, int64_t head_dim_v, int64_t columns,
+                const PanelState<T>& state);
+  // Takes the sinks in (one per column, times log2(e), or null), leaves the final m and l in
+  // `state` and writes the normalised columns [0, columns); column `c` is column `first_column + c`
+  // of the rows.
+  void (*finish[kNumStorages])(const PanelState<T>& state, const T* sinks, int64_t head_dim_v,
+                               const RowSet& out, int64_t group, int64_t first_column,
+                               int64_t columns);
 };
 
-#define JAX_FMHA_DECLARE(Name, space)            \
-  namespace space {                              \
-  extern const ForwardTile<float> kForwardF32;   \
-  extern const ForwardTile<double> kForwardF64;  \
-  extern const ForwardTile<float> kDecodeF32;    \
-  extern const ForwardTile<double> kDecodeF64;   \
+#define JAX_FMHA_DECLARE(Name, space)           \
+  namespace space {                             \
+  extern const ForwardTile<float> kForwardF32;  \
+  extern const ForwardTile<double> kForwardF64; \
+  extern const ForwardTile<float> kDecodeF32;   \
+  extern const ForwardTile<double> kDecodeF64;  \
   }
 JAX_FMHA_FOR_EACH_ISA(JAX_FMHA_DECLARE)
 #undef JAX_FMHA_DECLARE

@@ -1,7 +1,8 @@
 // Micro-kernels: small blocks C[M rows][V vectors] = sum_k A(m, k) B(k, n), held in registers.
 //
-// B is a panel: row k is V vectors at b + k * ldb. A is read one element at a time and broadcast, either along its
-// rows (k contiguous) or along its columns (m contiguous). What becomes of C is the caller's business.
+// B is a panel: row k is V vectors at b + k * ldb. A is read one element at a time and broadcast,
+// either along its rows (k contiguous) or along its columns (m contiguous). What becomes of C is
+// the caller's business.
 #pragma once
 
 #include "cc/cpu/simd.h"
@@ -72,8 +73,9 @@ JAX_FMHA_INLINE void WithConstant(int64_t n, F&& f) {
   }
 }
 
-// Covers [0, rows) with blocks: calls f(Constant<M>, first row). Full blocks as long as they fit; what is left is cut
-// in two even parts when it exceeds a block, since a block of two rows would wait for its own additions.
+// Covers [0, rows) with blocks: calls f(Constant<M>, first row). Full blocks as long as they fit;
+// what is left is cut in two even parts when it exceeds a block, since a block of two rows would
+// wait for its own additions.
 template <int V, typename F>
 JAX_FMHA_INLINE void ForRowBlocks(int64_t rows, F&& f) {
   constexpr int kFull = kBlockRows<V>;

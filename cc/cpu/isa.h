@@ -1,8 +1,9 @@
 // Which instruction sets the hot loops are compiled for, and which of them a machine can run.
 //
-// A hot unit (a *_tile.cc) is compiled once per instruction set with JAX_FMHA_ISA naming the namespace that it lives
-// in, and exports a table of functions. Such a unit must not instantiate inline functions or templates of other
-// namespaces: the linker keeps one copy of those, and it could keep the one with instructions that a machine lacks.
+// A hot unit (a *_tile.cc) is compiled once per instruction set with JAX_FMHA_ISA naming the
+// namespace that it lives in, and exports a table of functions. Such a unit must not instantiate
+// inline functions or templates of other namespaces: the linker keeps one copy of those, and it
+// could keep the one with instructions that a machine lacks.
 #pragma once
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -8,7 +8,8 @@ namespace jax_fmha {
 namespace cpu {
 namespace {
 
-// The group i with begin(i) <= slot that is last: groups that hold no slots share the start of the next one.
+// The group i with begin(i) <= slot that is last: groups that hold no slots share the start of the
+// next one.
 template <typename Begin>
 int64_t LastStartingAtOrBefore(int64_t num_groups, int64_t slot, const Begin& begin) {
   int64_t low = 0, high = num_groups;  // begin(low) <= slot < begin(high)

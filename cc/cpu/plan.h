@@ -1,10 +1,11 @@
 // Which query rows may meet which keys: segments, lengths and positions, worked out once per call.
 //
-// Rows are addressed by slot. Slots [0, T) are the query rows of a batch entry ordered by segment id, rows past
-// q_length last; slots [0, S) are the keys in the same way. A group is a range of query slots with the range of key
-// slots that it may attend by segment and length. The groups of an entry cover [0, T) and [0, S) without overlap, in
-// ascending order, so that every row belongs to exactly one group; either side of a group may be empty. Within a
-// group, rows ascend. Everything else (position, mask) is decided inside a group.
+// Rows are addressed by slot. Slots [0, T) are the query rows of a batch entry ordered by segment
+// id, rows past q_length last; slots [0, S) are the keys in the same way. A group is a range of
+// query slots with the range of key slots that it may attend by segment and length. The groups of
+// an entry cover [0, T) and [0, S) without overlap, in ascending order, so that every row belongs
+// to exactly one group; either side of a group may be empty. Within a group, rows ascend.
+// Everything else (position, mask) is decided inside a group.
 #pragma once
 
 #include <cstdint>
@@ -63,9 +64,9 @@ class Entry {
   Group own_[3];
 };
 
-// Cuts the slots of an entry, [0, slots), into pieces of about `size`; piece i is [Cut(i), Cut(i + 1)) for
-// i < CeilDiv(slots, size), and may be empty. A cut moves to the start of a group that is near, so that few groups are
-// shared by two pieces; a piece is shorter than 3/2 size.
+// Cuts the slots of an entry, [0, slots), into pieces of about `size`; piece i is [Cut(i), Cut(i +
+// 1)) for i < CeilDiv(slots, size), and may be empty. A cut moves to the start of a group that is
+// near, so that few groups are shared by two pieces; a piece is shorter than 3/2 size.
 int64_t CutQ(const Entry& entry, int64_t slots, int64_t size, int64_t piece);
 int64_t CutKv(const Entry& entry, int64_t slots, int64_t size, int64_t piece);
 
@@ -76,7 +77,8 @@ class Plan {
 
   Plan(const Problem& problem, const Operands& operands, void* workspace, int num_slots);
 
-  // Sorts the rows of every batch entry by segment; to be called before At. Nothing to do without segments.
+  // Sorts the rows of every batch entry by segment; to be called before At. Nothing to do without
+  // segments.
   void Build(Workers* workers);
 
   Entry At(int64_t b) const;

@@ -1,7 +1,9 @@
-// Vectors of the instruction set that a hot unit is compiled for: loads, stores, conversions, exp2 and tanh.
+// Vectors of the instruction set that a hot unit is compiled for: loads, stores, conversions, exp2
+// and tanh.
 //
-// Written with the vector extensions of GCC and Clang, so that one source serves every instruction set; intrinsics
-// only where the extension has no word for it. Everything lives in the unit's own namespace (see isa.h).
+// Written with the vector extensions of GCC and Clang, so that one source serves every instruction
+// set; intrinsics only where the extension has no word for it. Everything lives in the unit's own
+// namespace (see isa.h).
 #pragma once
 
 #include <cstdint>
@@ -117,7 +119,7 @@ JAX_FMHA_INLINE Vec<float> Widen(Half x, BF16) {
 JAX_FMHA_INLINE Half Narrow(Vec<float> x, BF16) {
   const VecU32 bits = (VecU32)x;
   const VecU32 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const VecU32 quiet = (bits >> 16) | 0x40;                           // rounding could turn a NaN into infinity
+  const VecU32 quiet = (bits >> 16) | 0x40;  // rounding could turn a NaN into infinity
   return __builtin_convertvector(x != x ? quiet : rounded, Half);
 }
 
@@ -127,7 +129,8 @@ JAX_FMHA_INLINE Vec<float> Widen(Half x, F16) {
   return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)x);
 }
 JAX_FMHA_INLINE Half Narrow(Vec<float> x, F16) {
-  return (Half)_mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return (Half)_mm512_maskz_cvtps_ph(0xffff, (__m512)x,
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #elif defined(__F16C__)
 JAX_FMHA_INLINE Vec<float> Widen(Half x, F16) { return (Vec<float>)_mm256_cvtph_ps((__m128i)x); }
@@ -161,7 +164,8 @@ JAX_FMHA_INLINE Half Narrow(Vec<float> x, F16) {
   // Adding 0.5 leaves the multiple of 2^-24 in the low bits, rounded by the addition itself.
   const VecU32 tiny = (VecU32)((Vec<float>)rest + 0.5f) - 0x3f000000;
   const VecU32 finite = rest < (113u << 23) ? tiny : normal;
-  const VecU32 bounded = rest >= 0x477ff000 ? VecU32{} + 0x7c00 : finite;  // from 65520 on: infinity
+  const VecU32 bounded =
+      rest >= 0x477ff000 ? VecU32{} + 0x7c00 : finite;  // from 65520 on: infinity
   return __builtin_convertvector(sign | (rest > 0x7f800000 ? VecU32{} + 0x7e00 : bounded), Half);
 }
 #endif
@@ -258,7 +262,8 @@ JAX_FMHA_INLINE void Transpose(Vec<T> (&x)[kLanes<T>]) {
   if constexpr (S > 0) {
     JAX_FMHA_UNROLL
     for (int i = 0; i < kLanes<T>; ++i) {
-      if ((i & S) == 0) ExchangeRows<S, T>(&x[i], &x[i + S], typename MakeIndices<kLanes<T>>::type());
+      if ((i & S) == 0)
+        ExchangeRows<S, T>(&x[i], &x[i + S], typename MakeIndices<kLanes<T>>::type());
     }
     Transpose<T, S / 2>(x);
   }
@@ -288,9 +293,10 @@ template <>
 struct Exp2Constants<float> {
   static constexpr int kDegree = 5;
   static constexpr int kMantissa = 23;
-  static constexpr float kMagic = 0x1.8p23f + 127;  // adding it leaves round(x) + 127 in the low bits
+  static constexpr float kMagic =
+      0x1.8p23f + 127;  // adding it leaves round(x) + 127 in the low bits
   static constexpr float kLowest = -126;
-  static constexpr float c[] = {0x1.62e430p-1f, 0x1.ebfbdep-3f, 0x1.c6af6ep-5f,
+  static constexpr float c[] = {0x1.62e430p-1f, 0x1.ebfbdep-3f,  0x1.c6af6ep-5f,
                                 0x1.3b2ba0p-7f, 0x1.5f07b4p-10f, 0x1.4308fap-13f};
 };
 template <>
@@ -299,13 +305,14 @@ struct Exp2Constants<double> {
   static constexpr int kMantissa = 52;
   static constexpr double kMagic = 0x1.8p52 + 1023;
   static constexpr double kLowest = -1022;
-  static constexpr double c[] = {0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a08ep-5,
-                                 0x1.3b2ab6fba1e40p-7,  0x1.5d87fe78b211ap-10, 0x1.4309130958e77p-13,
-                                 0x1.ffcbfc1ea37c7p-17, 0x1.62bfd4b4adf2bp-20, 0x1.b525a09339debp-24,
-                                 0x1.e605d28b72567p-28, 0x1.e8cab7c976947p-32};
+  static constexpr double c[] = {
+      0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a08ep-5,  0x1.3b2ab6fba1e40p-7,
+      0x1.5d87fe78b211ap-10, 0x1.4309130958e77p-13, 0x1.ffcbfc1ea37c7p-17, 0x1.62bfd4b4adf2bp-20,
+      0x1.b525a09339debp-24, 0x1.e605d28b72567p-28, 0x1.e8cab7c976947p-32};
 };
 
-// 2^x = power + power * rest, with power = 2^round(x); for kLowest <= x <= -kLowest. NaN gives NaN in rest.
+// 2^x = power + power * rest, with power = 2^round(x); for kLowest <= x <= -kLowest. NaN gives NaN
+// in rest.
 template <typename T>
 JAX_FMHA_INLINE void SplitExp2(Vec<T> x, Vec<T>* power, Vec<T>* rest) {
   using C = Exp2Constants<T>;

@@ -1,4 +1,5 @@
-// What the forward's and the decode's hot loops share: rows, bias columns, mask kinds and the end of a softmax.
+// What the forward's and the decode's hot loops share: rows, bias columns, mask kinds and the end
+// of a softmax.
 #pragma once
 
 #include "cc/cpu/forward_tile.h"
@@ -20,7 +21,9 @@ JAX_FMHA_INLINE const In* Row(const RowSet& rows, int64_t i) {
 JAX_FMHA_INLINE int64_t KeyOffset(const ScoreOperand& x, int64_t j) {
   return (x.key_index == nullptr ? x.first_key + j : x.key_index[j]) * x.key_stride;
 }
-JAX_FMHA_INLINE bool IsDense(const ScoreOperand& x) { return x.key_index == nullptr && x.key_stride == 1; }
+JAX_FMHA_INLINE bool IsDense(const ScoreOperand& x) {
+  return x.key_index == nullptr && x.key_stride == 1;
+}
 
 // One column's bias over all keys.
 template <typename T, typename In>

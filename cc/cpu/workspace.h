@@ -1,4 +1,5 @@
-// Scratch: arrays carved out of the launch's one buffer, and tasks limited to the slots that it was sized for.
+// Scratch: arrays carved out of the launch's one buffer, and tasks limited to the slots that it was
+// sized for.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +29,17 @@ class Arena {
   int64_t used_ = 0;
 };
 
-// The number of slots, at most `num_slots`, that a workspace of `bytes` was sized for. A program may run on a machine
-// with more or fewer threads than the one that it was compiled on. `bytes_for(slots)` grows with slots.
+// The number of slots, at most `num_slots`, that a workspace of `bytes` was sized for. A program
+// may run on a machine with more or fewer threads than the one that it was compiled on.
+// `bytes_for(slots)` grows with slots.
 template <typename BytesFor>
 int SlotsThatFit(int num_slots, int64_t bytes, const BytesFor& bytes_for) {
   while (num_slots > 0 && bytes_for(num_slots) > bytes) --num_slots;
   return num_slots;
 }
 
-// Runs the tasks on at most `num_slots` slots, so that body(task, slot) may use slot as an index into scratch. Where
-// the pool has more slots, task i becomes a share of all tasks.
+// Runs the tasks on at most `num_slots` slots, so that body(task, slot) may use slot as an index
+// into scratch. Where the pool has more slots, task i becomes a share of all tasks.
 template <typename Body>
 void RunOnSlots(Workers* workers, int num_slots, int64_t num_tasks, const Body& body) {
   if (workers->num_slots() <= num_slots) {
@@ -45,7 +47,8 @@ void RunOnSlots(Workers* workers, int num_slots, int64_t num_tasks, const Body& 
     return;
   }
   workers->Run(num_slots, [&](int64_t share, int) {
-    for (int64_t task = share; task < num_tasks; task += num_slots) body(task, static_cast<int>(share));
+    for (int64_t task = share; task < num_tasks; task += num_slots)
+      body(task, static_cast<int>(share));
   });
 }
 

@@ -1,5 +1,6 @@
-// Checks for plain C++ tests. A failed CHECK ends the program with exit code 1; a failed EXPECT is counted, so that a
-// test over many cases can say which of them failed, and Summary turns the count into an exit code.
+// Checks for plain C++ tests. A failed CHECK ends the program with exit code 1; a failed EXPECT is
+// counted, so that a test over many cases can say which of them failed, and Summary turns the count
+// into an exit code.
 #pragma once
 
 #include <cstdio>
@@ -36,5 +37,7 @@ inline int Summary(const char* name) {
 }  // namespace test
 }  // namespace jax_fmha
 
-#define CHECK(...) ::jax_fmha::test::Check(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
-#define EXPECT(...) ::jax_fmha::test::Expect(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+#define CHECK(...) \
+  ::jax_fmha::test::Check(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
+#define EXPECT(...) \
+  ::jax_fmha::test::Expect(static_cast<bool>(__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)

@@ -1,8 +1,9 @@
-// The CPU forward and decode kernels against a naive double reference, on random combinations of every option, with
-// every instruction set that this machine can run.
+// The CPU forward and decode kernels against a naive double reference, on random combinations of
+// every option, with every instruction set that this machine can run.
 //
-// Everything that must not be read is NaN: outputs and workspace before the call, rows past a length, keys of segments
-// without queries. Operands drop random batch dimensions, as vmap makes them do.
+// Everything that must not be read is NaN: outputs and workspace before the call, rows past a
+// length, keys of segments without queries. Operands drop random batch dimensions, as vmap makes
+// them do.
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -42,7 +43,8 @@ double FromF16(uint16_t bits) {
   const int exponent = (bits >> 10) & 31, mantissa = bits & 1023;
   const double sign = bits & 0x8000 ? -1 : 1;
   if (exponent == 31) return mantissa != 0 ? std::nan("") : sign * INFINITY;
-  return sign * (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
+  return sign *
+         (exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25));
 }
 uint16_t ToF16(double x) {  // of moderate size
   if (x != x) return 0x7e00;
@@ -150,7 +152,8 @@ class Maker {
   double Normal() { return normal_(random_); }
 
   // An operand of `entry` elements per batch entry that keeps or drops each batch dimension.
-  Operand Make(Case* c, DType dtype, int64_t entry, bool may_share, const std::function<double(int64_t)>& value) {
+  Operand Make(Case* c, DType dtype, int64_t entry, bool may_share,
+               const std::function<double(int64_t)>& value) {
     Operand operand;
     operand.dtype = dtype;
     operand.batch.rank = static_cast<int>(c->p.batch_shape.size());
@@ -163,7 +166,8 @@ class Maker {
     }
     // Never null, also when empty; else exactly as large as needed, for the address sanitizer.
     Bytes bytes(std::max<int64_t>(entries * entry * SizeOf(dtype), 1));
-    for (int64_t i = 0; i < entries * entry; ++i) Write(bytes.data(), dtype, i, value(i % std::max<int64_t>(entry, 1)));
+    for (int64_t i = 0; i < entries * entry; ++i)
+      Write(bytes.data(), dtype, i, value(i % std::max<int64_t>(entry, 1)));
     c->storage.push_back(std::move(bytes));
     operand.data = c->storage.back().data();
     return operand;
@@ -177,7 +181,8 @@ class Maker {
 void MakeResults(Case* c) {
   const Problem& p = c->p;
   const auto make = [&](Bytes* bytes, DType dtype, int64_t entry) {
-    bytes->assign(std::max<int64_t>(p.batch * entry * SizeOf(dtype), 1), 0xff);  // NaN of every type
+    bytes->assign(std::max<int64_t>(p.batch * entry * SizeOf(dtype), 1),
+                  0xff);  // NaN of every type
     Result result;
     result.data = bytes->data();
     result.dtype = dtype;
@@ -218,7 +223,8 @@ std::function<double(int64_t)> SegmentIds(Maker* m, std::vector<double>* ids, in
   ids->resize(rows);
   double id = static_cast<double>(m->Int(-2, 1));
   for (double& at : *ids) {
-    if (style == 2 || m->Chance(0.15)) id = style == 0 ? id + 1 : static_cast<double>(m->Int(-3, 4));
+    if (style == 2 || m->Chance(0.15))
+      id = style == 0 ? id + 1 : static_cast<double>(m->Int(-3, 4));
     at = id;
   }
   return [ids](int64_t i) { return (*ids)[i]; };
@@ -242,8 +248,10 @@ void Fill(Maker* m, Case* c, const Sizes& sizes, DType dtype, double options) {
   x.q = m->Make(c, dtype, p.seqlen_q * p.num_q_heads * p.head_dim, true, normal);
   x.k = m->Make(c, dtype, p.seqlen_kv * p.num_kv_heads * p.head_dim, true, normal);
   x.v = m->Make(c, dtype, p.seqlen_kv * p.num_kv_heads * p.head_dim_v, true, normal);
-  const double scale = m->Chance(0.2) ? -0.3 : 1 / std::sqrt(std::max<double>(static_cast<double>(p.head_dim), 1));
-  x.scale = m->Make(c, accumulator, 1, true, [&](int64_t) { return scale * (m->Chance(0.5) ? 1 : 0.5); });
+  const double scale =
+      m->Chance(0.2) ? -0.3 : 1 / std::sqrt(std::max<double>(static_cast<double>(p.head_dim), 1));
+  x.scale =
+      m->Make(c, accumulator, 1, true, [&](int64_t) { return scale * (m->Chance(0.5) ? 1 : 0.5); });
 
   p.is_causal = m->Chance(options);
   if (m->Chance(options)) p.window_left = m->Int(-5, 40);
@@ -265,24 +273,28 @@ void Fill(Maker* m, Case* c, const Sizes& sizes, DType dtype, double options) {
   p.has_positions = x.q_positions || x.kv_positions;
   if (m->Chance(options)) {
     p.has_seq_lengths = true;
-    x.q_seq_lengths = m->Make(c, int_type(), 1, true, [&](int64_t) { return m->Int(-1, p.seqlen_q + 2); });
+    x.q_seq_lengths =
+        m->Make(c, int_type(), 1, true, [&](int64_t) { return m->Int(-1, p.seqlen_q + 2); });
   }
   if (m->Chance(options)) {
     p.has_seq_lengths = true;
-    x.kv_seq_lengths = m->Make(c, int_type(), 1, true, [&](int64_t) { return m->Int(-1, p.seqlen_kv + 2); });
+    x.kv_seq_lengths =
+        m->Make(c, int_type(), 1, true, [&](int64_t) { return m->Int(-1, p.seqlen_kv + 2); });
   }
   if (m->Chance(options)) {
     p.has_segment_ids = true;
     std::vector<double> q_ids, kv_ids;
     x.q_segment_ids = m->Make(c, int_type(), p.seqlen_q, true, SegmentIds(m, &q_ids, p.seqlen_q));
-    x.kv_segment_ids = m->Make(c, int_type(), p.seqlen_kv, true, SegmentIds(m, &kv_ids, p.seqlen_kv));
+    x.kv_segment_ids =
+        m->Make(c, int_type(), p.seqlen_kv, true, SegmentIds(m, &kv_ids, p.seqlen_kv));
   }
   ScoreStrides shape;
   if (m->Chance(options)) {
     p.has_mask = true;
     x.mask_strides = MakeStrides(m, p, &shape);
     const double density = m->Chance(0.3) ? 1 : m->Chance(0.2) ? 0 : 0.7;
-    x.mask = m->Make(c, DType::kBool, x.mask_strides.entry, true, [=](int64_t) { return m->Chance(density); });
+    x.mask = m->Make(c, DType::kBool, x.mask_strides.entry, true,
+                     [=](int64_t) { return m->Chance(density); });
   }
   if (m->Chance(options)) {
     const DType types[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
@@ -290,11 +302,13 @@ void Fill(Maker* m, Case* c, const Sizes& sizes, DType dtype, double options) {
     p.bias_dtype = types[m->Int(0, 3)];
     x.bias_strides = MakeStrides(m, p, &shape);
     const double size = m->Chance(0.1) ? 1000 : 1;
-    x.bias = m->Make(c, p.bias_dtype, x.bias_strides.entry, true, [=](int64_t) { return size * m->Normal(); });
+    x.bias = m->Make(c, p.bias_dtype, x.bias_strides.entry, true,
+                     [=](int64_t) { return size * m->Normal(); });
   }
   if (m->Chance(options)) {
     p.has_logits_soft_cap = true;
-    x.logits_soft_cap = m->Make(c, accumulator, 1, true, [m](int64_t) { return m->Chance(0.5) ? 2 : 30; });
+    x.logits_soft_cap =
+        m->Make(c, accumulator, 1, true, [m](int64_t) { return m->Chance(0.5) ? 2 : 30; });
   }
   if (m->Chance(options)) {
     p.has_sinks = true;
@@ -310,7 +324,8 @@ bool Allowed(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
   const Operands& x = c.x;
   if (x.mask) {
     const ScoreStrides& s = x.mask_strides;
-    if (Read(x.mask.data, DType::kBool, x.mask.batch(b) * s.entry + n * s.head + i * s.row + j * s.col) == 0) {
+    if (Read(x.mask.data, DType::kBool,
+             x.mask.batch(b) * s.entry + n * s.head + i * s.row + j * s.col) == 0) {
       return false;
     }
   }
@@ -336,13 +351,16 @@ double Score(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
   const Problem& p = c.p;
   const Operands& x = c.x;
   const int64_t q = ((x.q.batch(b) * p.seqlen_q + i) * p.num_q_heads + n) * p.head_dim;
-  const int64_t k = ((x.k.batch(b) * p.seqlen_kv + j) * p.num_kv_heads + n / p.group_size()) * p.head_dim;
+  const int64_t k =
+      ((x.k.batch(b) * p.seqlen_kv + j) * p.num_kv_heads + n / p.group_size()) * p.head_dim;
   double s = 0;
-  for (int64_t h = 0; h < p.head_dim; ++h) s += Read(x.q.data, p.dtype, q + h) * Read(x.k.data, p.dtype, k + h);
+  for (int64_t h = 0; h < p.head_dim; ++h)
+    s += Read(x.q.data, p.dtype, q + h) * Read(x.k.data, p.dtype, k + h);
   s *= x.scale.Float(b);
   if (x.bias) {
     const ScoreStrides& t = x.bias_strides;
-    s += Read(x.bias.data, p.bias_dtype, x.bias.batch(b) * t.entry + n * t.head + i * t.row + j * t.col);
+    s += Read(x.bias.data, p.bias_dtype,
+              x.bias.batch(b) * t.entry + n * t.head + i * t.row + j * t.col);
   }
   if (x.logits_soft_cap) {
     const double cap = x.logits_soft_cap.Float(b);
@@ -365,8 +383,9 @@ Expected Reference(const Case& c, int64_t b, int64_t n, int64_t i) {
     scores.emplace_back(j, Score(c, b, n, i, j));
     largest = std::max(largest, scores.back().second);
   }
-  const double sink = p.has_sinks ? Read(c.x.sinks.data, c.x.sinks.dtype, c.x.sinks.batch(b) * p.num_q_heads + n)
-                                  : -INFINITY;
+  const double sink =
+      p.has_sinks ? Read(c.x.sinks.data, c.x.sinks.dtype, c.x.sinks.batch(b) * p.num_q_heads + n)
+                  : -INFINITY;
   largest = std::max(largest, sink);
   Expected expected{-INFINITY, std::vector<double>(p.head_dim_v, 0.0)};
   if (scores.empty() && !p.has_sinks) return expected;
@@ -375,8 +394,11 @@ Expected Reference(const Case& c, int64_t b, int64_t n, int64_t i) {
   expected.lse = largest + std::log(sum);
   for (const auto& s : scores) {
     const double weight = std::exp(s.second - expected.lse);
-    const int64_t v = ((c.x.v.batch(b) * p.seqlen_kv + s.first) * p.num_kv_heads + n / p.group_size()) * p.head_dim_v;
-    for (int64_t h = 0; h < p.head_dim_v; ++h) expected.out[h] += weight * Read(c.x.v.data, p.dtype, v + h);
+    const int64_t v =
+        ((c.x.v.batch(b) * p.seqlen_kv + s.first) * p.num_kv_heads + n / p.group_size()) *
+        p.head_dim_v;
+    for (int64_t h = 0; h < p.head_dim_v; ++h)
+      expected.out[h] += weight * Read(c.x.v.data, p.dtype, v + h);
   }
   return expected;
 }
@@ -396,16 +418,18 @@ void CompareWithReference(const Case& c) {
     for (int64_t n = 0; n < p.num_q_heads; ++n) {
       for (int64_t i = 0; i < p.seqlen_q; ++i) {
         const Expected expected = Reference(c, b, n, i);
-        const double lse = Read(c.lse.data(), c.x.lse.dtype, (b * p.num_q_heads + n) * p.seqlen_q + i);
+        const double lse =
+            Read(c.lse.data(), c.x.lse.dtype, (b * p.num_q_heads + n) * p.seqlen_q + i);
         if (!EXPECT(Close(lse, expected.lse, exact))) {
           std::printf("  lse b %ld n %ld i %ld: %g, expected %g\n", b, n, i, lse, expected.lse);
           return;
         }
         for (int64_t h = 0; h < p.head_dim_v; ++h) {
-          const double got =
-              Read(c.out.data(), p.dtype, ((b * p.seqlen_q + i) * p.num_q_heads + n) * p.head_dim_v + h);
+          const double got = Read(c.out.data(), p.dtype,
+                                  ((b * p.seqlen_q + i) * p.num_q_heads + n) * p.head_dim_v + h);
           if (!EXPECT(Close(got, expected.out[h], std::max(exact, stored)))) {
-            std::printf("  out b %ld n %ld i %ld h %ld: %g, expected %g\n", b, n, i, h, got, expected.out[h]);
+            std::printf("  out b %ld n %ld i %ld h %ld: %g, expected %g\n", b, n, i, h, got,
+                        expected.out[h]);
             return;
           }
         }
@@ -416,8 +440,8 @@ void CompareWithReference(const Case& c) {
 
 // ---- poison ----
 
-// NaN in every row that no row of the other side may meet by segment or length, in any batch entry that shares it;
-// and, now and then, in a key that some rows do meet.
+// NaN in every row that no row of the other side may meet by segment or length, in any batch entry
+// that shares it; and, now and then, in a key that some rows do meet.
 void Poison(Maker* m, Case* c) {
   const Problem& p = c->p;
   const auto write = [&](const Operand& x, int64_t b, int64_t rows, int64_t row, int64_t width) {
@@ -436,15 +460,19 @@ void Poison(Maker* m, Case* c) {
   };
   for (int64_t b = 0; b < p.batch; ++b) {
     for (int64_t i = 0; i < p.seqlen_q; ++i) {
-      if (!met(c->x.q, true, c->x.q.batch(b), i)) write(c->x.q, b, p.seqlen_q, i, p.num_q_heads * p.head_dim);
+      if (!met(c->x.q, true, c->x.q.batch(b), i))
+        write(c->x.q, b, p.seqlen_q, i, p.num_q_heads * p.head_dim);
     }
     for (int64_t j = 0; j < p.seqlen_kv; ++j) {
-      if (!met(c->x.k, false, c->x.k.batch(b), j)) write(c->x.k, b, p.seqlen_kv, j, p.num_kv_heads * p.head_dim);
-      if (!met(c->x.v, false, c->x.v.batch(b), j)) write(c->x.v, b, p.seqlen_kv, j, p.num_kv_heads * p.head_dim_v);
+      if (!met(c->x.k, false, c->x.k.batch(b), j))
+        write(c->x.k, b, p.seqlen_kv, j, p.num_kv_heads * p.head_dim);
+      if (!met(c->x.v, false, c->x.v.batch(b), j))
+        write(c->x.v, b, p.seqlen_kv, j, p.num_kv_heads * p.head_dim_v);
     }
   }
   if (p.batch > 0 && p.seqlen_kv > 0 && m->Chance(0.1)) {
-    write(c->x.k, m->Int(0, p.batch - 1), p.seqlen_kv, m->Int(0, p.seqlen_kv - 1), p.num_kv_heads * p.head_dim);
+    write(c->x.k, m->Int(0, p.batch - 1), p.seqlen_kv, m->Int(0, p.seqlen_kv - 1),
+          p.num_kv_heads * p.head_dim);
   }
 }
 
@@ -454,7 +482,8 @@ using BytesFor = int64_t (*)(const Problem&, int, cpu::Isa);
 using Runner = Status (*)(const Problem&, const Operands&, const Launch&, cpu::Isa);
 
 // Into fresh results and a fresh workspace sized for `sized_for` slots.
-void Run(Case* c, BytesFor bytes_for, Runner runner, cpu::Isa isa, Workers* workers, int sized_for) {
+void Run(Case* c, BytesFor bytes_for, Runner runner, cpu::Isa isa, Workers* workers,
+         int sized_for) {
   MakeResults(c);
   const int64_t bytes = bytes_for(c->p, sized_for, isa);
   Bytes workspace(bytes + 64, 0xff);
@@ -474,22 +503,26 @@ void TestCase(Case* c, BytesFor bytes_for, Runner runner, cpu::Isa isa) {
   const Bytes out = c->out, lse = c->lse;
   Run(c, bytes_for, runner, isa, &threads, 3);
   EXPECT(out == c->out && lse == c->lse);
-  Run(c, bytes_for, runner, isa, &threads, 2);  // a machine with more threads than the program was compiled for
+  Run(c, bytes_for, runner, isa, &threads,
+      2);  // a machine with more threads than the program was compiled for
   EXPECT(out == c->out && lse == c->lse);
 }
 
 void Describe(const Case& c, int number, cpu::Isa isa) {
   const Problem& p = c.p;
-  std::printf("  in case %d on %s: %s B %ld T %ld S %ld K %ld G %ld H %ld Hv %ld%s%s%s%s%s%s%s%s%s window %ld %ld\n", number,
-              cpu::Name(isa), Name(p.dtype), p.batch, p.seqlen_q, p.seqlen_kv, p.num_kv_heads, p.group_size(),
-              p.head_dim, p.head_dim_v, p.is_causal ? " causal" : "", p.has_bias ? " bias" : "",
-              p.has_mask ? " mask" : "", p.has_logits_soft_cap ? " cap" : "", p.has_sinks ? " sinks" : "",
-              p.has_segment_ids ? " segments" : "", p.has_seq_lengths ? " lengths" : "",
-              p.has_positions ? " positions" : "", p.has_query_offset ? " offset" : "", p.window_left, p.window_right);
+  std::printf(
+      "  in case %d on %s: %s B %ld T %ld S %ld K %ld G %ld H %ld Hv %ld%s%s%s%s%s%s%s%s%s window "
+      "%ld %ld\n",
+      number, cpu::Name(isa), Name(p.dtype), p.batch, p.seqlen_q, p.seqlen_kv, p.num_kv_heads,
+      p.group_size(), p.head_dim, p.head_dim_v, p.is_causal ? " causal" : "",
+      p.has_bias ? " bias" : "", p.has_mask ? " mask" : "", p.has_logits_soft_cap ? " cap" : "",
+      p.has_sinks ? " sinks" : "", p.has_segment_ids ? " segments" : "",
+      p.has_seq_lengths ? " lengths" : "", p.has_positions ? " positions" : "",
+      p.has_query_offset ? " offset" : "", p.window_left, p.window_right);
 }
 
-void TestOn(const Sizes& sizes, double options, int number, cpu::Isa isa, int64_t max_columns, BytesFor bytes_for,
-            Runner runner) {
+void TestOn(const Sizes& sizes, double options, int number, cpu::Isa isa, int64_t max_columns,
+            BytesFor bytes_for, Runner runner) {
   const DType types[] = {DType::kF32, DType::kBF16, DType::kF64, DType::kF16};
   Maker m(1000 + number);
   Case c;
@@ -531,7 +564,8 @@ void TestKernel(BytesFor bytes_for, Runner runner, int64_t max_columns, int case
     }
     // Few tiles and many keys: the keys are split.
     for (int number = 0; number < 8; ++number) {
-      TestOn({number < 4 ? 3 : 50, 4200, 1, number % 2 + 1, 16, 24, {}}, 0.3, number, isa, max_columns, bytes_for, runner);
+      TestOn({number < 4 ? 3 : 50, 4200, 1, number % 2 + 1, 16, 24, {}}, 0.3, number, isa,
+             max_columns, bytes_for, runner);
     }
     // Many entries and heads of almost nothing.
     TestOn({1, 1, 1, 1, 4, 4, {70000}}, 0, 0, isa, max_columns, bytes_for, runner);
