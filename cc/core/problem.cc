@@ -171,6 +171,7 @@ class Checker {
       return Mistake("mask", "tiles and bits", "one of the two", "Build a TileMask.");
     }
     if (!r_.mask_tiles.present()) return {};
+    if (r_.mask.present()) return Status::Internal("attention: a dense mask and a tile mask");
     const Dims& bits = r_.mask_bits.shape;
     if (r_.mask_bits.dtype != DType::kU8 || bits.size() != rank_ + 3 || bits[rank_ + 1] < 1 ||
         bits[rank_ + 2] < 1) {

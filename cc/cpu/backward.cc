@@ -12,6 +12,7 @@
 #include "cc/cpu/convert.h"
 #include "cc/cpu/delta.h"
 #include "cc/cpu/kernels.h"
+#include "cc/cpu/tile_mask.h"
 
 namespace jax_fmha {
 namespace cpu {
@@ -48,6 +49,32 @@ Cover StageMask(const ScoreView<const uint8_t*>& mask, const KeyTile& keys, int6
   return !any ? Cover::kNone : all ? Cover::kAll : Cover::kSome;
 }
 
+// The same for a tile mask; `first_head` is the group's. Bits are read only where classes do not
+// tell.
+template <typename T>
+Cover StageTileMask(const TileMask& mask, int64_t first_head, const KeyTile& keys, int64_t count,
+                    const BackwardSlot<T>& slot) {
+  const bool dense = keys.rows[keys.count - 1] - keys.rows[0] == keys.count - 1;
+  const KeyRows key_rows{dense ? nullptr : keys.rows, keys.rows[0], keys.count};
+  bool none = true, all = true;
+  int64_t previous = -1;
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t head = first_head + slot.heads[r];
+    const int64_t row_class = mask.ClassOf(head, slot.rows[r]);
+    if (row_class == previous) continue;
+    previous = row_class;
+    const Cover cover = mask.Classify(head, slot.rows[r], key_rows);
+    none &= cover == Cover::kNone;
+    all &= cover == Cover::kAll;
+  }
+  if (none) return Cover::kNone;
+  if (all) return Cover::kAll;
+  for (int64_t r = 0; r < count; ++r) {
+    mask.Read(first_head + slot.heads[r], slot.rows[r], key_rows, slot.mask + r * kBackwardBlockKv);
+  }
+  return Cover::kSome;
+}
+
 // ---- the main step ----
 
 // One batch entry and kv head, for the tiles of one split.
@@ -61,6 +88,8 @@ class HeadPass {
         positions_(call.problem, call.operands, b),
         band_(BandOf(call.problem)),
         head_(call.HeadOf(b, kv_head, split)),
+        b_(b),
+        kv_head_(kv_head),
         split_(split),
         group_size_(call.group_size()) {
     const int64_t head_index = b * call.problem.num_kv_heads + kv_head, rows = call.query_rows();
@@ -216,6 +245,12 @@ class HeadPass {
       if (kept == Cover::kNone) return;
       if (kept == Cover::kSome) block.mask = slot_.mask;
     }
+    if (call_.problem.has_tile_mask) {
+      const Cover kept = StageTileMask(TileMask(call_.problem, call_.operands, b_),
+                                       kv_head_ * group_size_, keys, count, slot_);
+      if (kept == Cover::kNone) return;
+      if (kept == Cover::kSome) block.mask = slot_.mask;
+    }
     if (cover == Cover::kSome) {
       for (int64_t r = 0; r < count; ++r) slot_.positions[r] = positions_.Q(slot_.rows[r]);
       block.position = slot_.positions;
@@ -238,6 +273,8 @@ class HeadPass {
   const Positions positions_;
   const Band band_;
   const BackwardHead<T> head_;
+  const int64_t b_;
+  const int64_t kv_head_;
   const int64_t split_;
   const int64_t group_size_;
   const T* lse2_;   // [R]

@@ -16,7 +16,6 @@ std::string Refusal(const Kernel& kernel, const Problem& problem, const Device& 
   if (!problem.implementation.empty() && problem.implementation != kernel.implementation) {
     return "implementation=\"" + problem.implementation + "\" was asked for";
   }
-  if (problem.has_tile_mask) return "tile masks are not taken yet; pass a dense bool mask";
   return kernel.refusal(problem, device);
 }
 

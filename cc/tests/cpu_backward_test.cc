@@ -79,7 +79,8 @@ void Store(DType dtype, void* data, int64_t at, double x) {
       static_cast<int64_t*>(data)[at] = static_cast<int64_t>(x);
       return;
     case DType::kBool:
-      static_cast<uint8_t*>(data)[at] = x != 0;
+    case DType::kU8:
+      static_cast<uint8_t*>(data)[at] = static_cast<uint8_t>(x);
       return;
     default:
       std::abort();
@@ -101,6 +102,7 @@ double Load(DType dtype, const void* data, int64_t at) {
     case DType::kS64:
       return static_cast<double>(static_cast<const int64_t*>(data)[at]);
     case DType::kBool:
+    case DType::kU8:
       return static_cast<const uint8_t*>(data)[at];
     default:
       std::abort();
@@ -184,7 +186,8 @@ struct Options {
   bool bias_n = true, bias_t = true, bias_s = true;
   bool mask_n = true, mask_t = true, mask_s = true;
   double mask_density = 0.7;
-  bool dead_rows = false;  // the mask kills a few rows altogether
+  int64_t tile_rows = 0, tile_cols = 0;  // of a tile mask; 0: none
+  bool dead_rows = false;                // the mask kills a few rows altogether
   unsigned share_q = 0, share_k = 0, share_bias = 0, share_mask = 0, share_ids = 0, share_sinks = 0;
   double magnitude = 1;  // of q and k
   int slots = 2;
@@ -200,7 +203,8 @@ struct Case {
       kv_lengths, q_ids, kv_ids, sinks, out, lse, dout, dlse;
   Tensor dq, dk, dv, dbias, dsinks;
   ScoreStrides bias_strides, mask_strides;
-  std::vector<char> allowed;  // [batch, N, T, S]
+  Tensor mask_tiles, mask_bits;  // [N|1, tile rows, tile columns], [kPartialTiles, rows, cols / 8]
+  std::vector<char> allowed;     // [batch, N, T, S]
 };
 
 ScoreStrides StridesOf(bool n, bool t, bool s, int64_t N, int64_t T, int64_t S) {
@@ -211,6 +215,19 @@ ScoreStrides StridesOf(bool n, bool t, bool s, int64_t N, int64_t T, int64_t S) 
   strides.head = heads > 1 ? rows * cols : 0;
   strides.entry = heads * rows * cols;
   return strides;
+}
+
+constexpr int64_t kPartialTiles = 3;
+
+bool TileMaskKeeps(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
+  const Options& o = c.options;
+  const int64_t rows = o.tile_rows, cols = o.tile_cols;
+  const int64_t line = (o.mask_n ? n : 0) * CeilDiv(o.T, rows) + i / rows;
+  const int64_t tile =
+      static_cast<int64_t>(c.mask_tiles.Get(b, line * CeilDiv(o.S, cols) + j / cols));
+  if (tile < 2) return tile == 1;
+  const int64_t bit = ((tile - 2) * rows + i % rows) * cols + j % cols;
+  return static_cast<int>(c.mask_bits.Get(b, bit / 8)) >> (bit % 8) & 1;
 }
 
 // The contract's `allowed`, in two halves: isolation (length, segment) and the rest.
@@ -225,6 +242,7 @@ bool IsAllowed(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
   if (!SameDocument(c, b, i, j)) return false;
   const ScoreStrides& m = c.mask_strides;
   if (c.mask.present() && c.mask.Get(b, n * m.head + i * m.row + j * m.col) == 0) return false;
+  if (c.mask_tiles.present() && !TileMaskKeeps(c, b, n, i, j)) return false;
   const double offset = c.offset.present() ? c.offset.Get(b, 0) : 0;
   const double qpos = c.q_positions.present() ? c.q_positions.Get(b, i) : i + offset;
   const double kpos = c.kv_positions.present() ? c.kv_positions.Get(b, j) : j;
@@ -302,6 +320,9 @@ void FillOperands(Case* c) {
       const bool dead = o.dead_rows && o.mask_t && o.mask_s && (i / o.S) % 5 == 2;
       c->mask.Put(i, !dead && random() % 1000 < 1000 * o.mask_density);
     }
+  }
+  if (c->mask_tiles.present()) {
+    integers(&c->mask_tiles, 0, 1 + kPartialTiles), integers(&c->mask_bits, 0, 255);
   }
   draw(&c->q, o.magnitude), draw(&c->k, o.magnitude), draw(&c->v, 1), draw(&c->dout, 1);
   if (c->dlse.present()) draw(&c->dlse, 1);
@@ -447,6 +468,12 @@ Case MakeCase(const Options& o) {
   c.v = tensor(o.dtype, o.share_k, o.S * o.K * o.Hv);
   if (o.bias) c.bias = tensor(o.bias_dtype, o.share_bias, c.bias_strides.entry);
   if (o.mask) c.mask = tensor(DType::kBool, o.share_mask, c.mask_strides.entry);
+  if (o.tile_rows > 0) {
+    c.mask_tiles =
+        tensor(DType::kS32, o.share_mask,
+               (o.mask_n ? o.N : 1) * CeilDiv(o.T, o.tile_rows) * CeilDiv(o.S, o.tile_cols));
+    c.mask_bits = tensor(DType::kU8, o.share_ids, kPartialTiles * o.tile_rows * o.tile_cols / 8);
+  }
   if (o.scale) c.scale = tensor(acc, o.share_ids, 1);
   if (o.soft_cap) c.soft_cap = tensor(acc, o.share_ids, 1);
   if (o.offset) c.offset = tensor(DType::kS32, o.share_ids, 1);
@@ -478,6 +505,8 @@ Case MakeCase(const Options& o) {
   p.seqlen_q = o.T, p.seqlen_kv = o.S, p.num_q_heads = o.N, p.num_kv_heads = o.K;
   p.head_dim = o.H, p.head_dim_v = o.Hv;
   p.is_causal = o.is_causal, p.window_left = o.window_left, p.window_right = o.window_right;
+  p.has_tile_mask = o.tile_rows > 0, p.tile_rows = o.tile_rows, p.tile_cols = o.tile_cols;
+  p.num_mask_heads = o.mask_n ? o.N : 1, p.num_partial_tiles = kPartialTiles;
   p.has_bias = o.bias, p.has_mask = o.mask, p.has_logits_soft_cap = o.soft_cap,
   p.has_query_offset = o.offset;
   p.has_positions = o.q_positions || o.kv_positions;
@@ -509,6 +538,7 @@ Operands OperandsOf(const Case& c) {
   Operands x;
   x.q = c.q.operand(), x.k = c.k.operand(), x.v = c.v.operand();
   x.bias = c.bias.operand(), x.mask = c.mask.operand();
+  x.mask_tiles = c.mask_tiles.operand(), x.mask_bits = c.mask_bits.operand();
   x.scale = c.scale.operand(), x.logits_soft_cap = c.soft_cap.operand(),
   x.query_offset = c.offset.operand();
   x.q_positions = c.q_positions.operand(), x.kv_positions = c.kv_positions.operand();
@@ -544,6 +574,19 @@ class ThreadWorkers : public Workers {
   int slots_;
 };
 
+// One task after another, the last one first.
+class ReverseWorkers : public Workers {
+ public:
+  explicit ReverseWorkers(int slots) : slots_(slots) {}
+  int num_slots() const override { return slots_; }
+  void Run(int64_t num_tasks, const std::function<void(int64_t, int)>& body) override {
+    for (int64_t task = num_tasks - 1; task >= 0; --task) body(task, slots_ - 1);
+  }
+
+ private:
+  int slots_;
+};
+
 std::vector<cpu::Isa> RunnableIsas() {
   std::vector<cpu::Isa> isas;
   for (cpu::Isa isa : cpu::kAllIsas) {
@@ -554,22 +597,26 @@ std::vector<cpu::Isa> RunnableIsas() {
 
 // One call with poisoned results and workspace. The workspace may be sized for another machine than
 // the one it runs on, as in an exported program.
-Status RunCase(Case* c, int sized_for, int slots, cpu::Isa isa) {
+Status RunCase(Case* c, int sized_for, Workers* workers, cpu::Isa isa) {
   Device device;
   device.num_workers = sized_for;
   CHECK(kCpuBackward.refusal(c->problem, device).empty());
   const int64_t bytes = kCpuBackward.workspace_bytes(c->problem, device);
   std::unique_ptr<char[]> storage(new char[bytes + 64]);
   std::memset(storage.get(), 0xff, bytes + 64);
-  ThreadWorkers workers(slots);
   Launch launch;
-  launch.workers = &workers;
+  launch.workers = workers;
   launch.workspace =
       reinterpret_cast<void*>(RoundUp(reinterpret_cast<intptr_t>(storage.get()), 64));
   launch.workspace_bytes = bytes;
   for (Tensor* t : {&c->dq, &c->dk, &c->dv, &c->dbias, &c->dsinks})
     if (t->present()) t->Fill(kNaN);
   return cpu::RunBackward(isa, c->problem, OperandsOf(*c), launch);
+}
+
+Status RunCase(Case* c, int slots, cpu::Isa isa) {
+  ThreadWorkers workers(slots);
+  return RunCase(c, slots, &workers, isa);
 }
 
 std::vector<char> Bytes(const Case& c) {
@@ -611,21 +658,29 @@ bool Near(const Tensor& got, const std::vector<double>& want, DType acc, const c
   return true;
 }
 
+void CheckGradients(const Case& c, const Gradients& want) {
+  const DType acc = AccumulatorOf(c.options.dtype);
+  CHECK(Near(c.dq, want.dq, acc, "dq", c));
+  CHECK(Near(c.dk, want.dk, acc, "dk", c));
+  CHECK(Near(c.dv, want.dv, acc, "dv", c));
+  CHECK(Near(c.dbias, want.dbias, acc, "dbias", c));
+  CHECK(Near(c.dsinks, want.dsinks, acc, "dsinks", c));
+}
+
 void Verify(const Options& options) {
   Case c = MakeCase(options);
   const Gradients want = ReferenceBackward(c);
-  const DType acc = AccumulatorOf(options.dtype);
+  ReverseWorkers reverse(options.slots);
   for (cpu::Isa isa : RunnableIsas()) {
     c.options.name = options.name + " seed " + std::to_string(options.seed) + " " + cpu::Name(isa);
-    CHECK(RunCase(&c, options.slots, options.slots, isa).ok());
-    CHECK(Near(c.dq, want.dq, acc, "dq", c) && Near(c.dk, want.dk, acc, "dk", c) &&
-          Near(c.dv, want.dv, acc, "dv", c) && Near(c.dbias, want.dbias, acc, "dbias", c) &&
-          Near(c.dsinks, want.dsinks, acc, "dsinks", c));
+    CHECK(RunCase(&c, options.slots, isa).ok());
+    CheckGradients(c, want);
+    // Bitwise the same again, and in whatever order the tasks run.
     const std::vector<char> first = Bytes(c);
-    for (int repeat = 0; repeat < 2; ++repeat) {
-      CHECK(RunCase(&c, options.slots, options.slots, isa).ok());
-      CHECK(Bytes(c) == first);
-    }
+    CHECK(RunCase(&c, options.slots, isa).ok());
+    CHECK(Bytes(c) == first);
+    CHECK(RunCase(&c, options.slots, &reverse, isa).ok());
+    CHECK(Bytes(c) == first);
   }
 }
 
@@ -663,6 +718,7 @@ Options RandomOptions(unsigned seed) {
   o.bias_n = one_in(2), o.bias_t = !one_in(3), o.bias_s = !one_in(3);
   o.mask = one_in(3), o.mask_n = one_in(2), o.mask_t = !one_in(3), o.mask_s = !one_in(3);
   o.mask_density = one_in(3) ? 0.02 : 0.7;
+  if (!o.mask && one_in(4)) o.tile_rows = 1 + below(60), o.tile_cols = 8 * (1 + below(8));
   o.dead_rows = one_in(2);
   for (unsigned* share :
        {&o.share_q, &o.share_k, &o.share_bias, &o.share_mask, &o.share_ids, &o.share_sinks})
@@ -719,7 +775,7 @@ void TestFarBelowZero() {
   ReferenceForward(&c);
   const Gradients want = ReferenceBackward(c);
   for (cpu::Isa isa : RunnableIsas()) {
-    CHECK(RunCase(&c, 2, 2, isa).ok());
+    CHECK(RunCase(&c, 2, isa).ok());
     CHECK(Near(c.dq, want.dq, DType::kF32, "dq", c) && Near(c.dv, want.dv, DType::kF32, "dv", c));
   }
 }
@@ -732,7 +788,7 @@ void TestAllOnes() {
   for (Tensor* t : {&c.q, &c.k, &c.v, &c.dout}) t->Fill(1);
   ReferenceForward(&c);
   for (cpu::Isa isa : RunnableIsas()) {
-    CHECK(RunCase(&c, 2, 2, isa).ok());
+    CHECK(RunCase(&c, 2, isa).ok());
     CHECK(Near(c.dv, std::vector<double>(c.dv.size(), 2.5), DType::kF32, "dv", c));
     CHECK(Near(c.dq, std::vector<double>(c.dq.size(), 0), DType::kF32, "dq", c));
   }
@@ -746,9 +802,31 @@ void TestNaNPropagates() {
   Case c = MakeCase(o);
   c.k.Set(0, 3 * o.H, kNaN);
   for (cpu::Isa isa : RunnableIsas()) {
-    CHECK(RunCase(&c, 2, 2, isa).ok());
+    CHECK(RunCase(&c, 2, isa).ok());
     CHECK(std::isnan(c.dq.Get(0, 0)) && std::isnan(c.dk.Get(0, 3 * o.H)) &&
           std::isnan(c.dv.Get(0, 3 * o.Hv)));
+  }
+}
+
+// A row whose bias is -inf everywhere has nothing to attend, whatever its cotangents hold.
+void TestMinusInfinityBias() {
+  Options o;
+  o.name = "bias -inf";
+  o.T = 40, o.S = 30, o.H = 16, o.Hv = 16;
+  o.bias = o.wants_dbias = o.dlse = true;
+  Case c = MakeCase(o);
+  for (int64_t i = 0; i < o.T; i += 3) {
+    for (int64_t j = 0; j < o.S; ++j) {
+      c.bias.Set(0, i * o.S + j, -kInf);
+      c.allowed[i * o.S + j] = 0;
+    }
+    c.dlse.Set(0, i, kNaN);
+  }
+  ReferenceForward(&c);
+  const Gradients want = ReferenceBackward(c);
+  for (cpu::Isa isa : RunnableIsas()) {
+    CHECK(RunCase(&c, 2, isa).ok());
+    CheckGradients(c, want);
   }
 }
 
@@ -761,7 +839,8 @@ void TestWorkspaceOfAnotherMachine() {
   const Gradients want = ReferenceBackward(c);
   for (int sized_for : {1, 2, 3, 9})
     for (int slots : {1, 2, 8}) {
-      CHECK(RunCase(&c, sized_for, slots, cpu::BestIsa()).ok());
+      ThreadWorkers workers(slots);
+      CHECK(RunCase(&c, sized_for, &workers, cpu::BestIsa()).ok());
       CHECK(Near(c.dq, want.dq, DType::kF32, "dq", c) && Near(c.dk, want.dk, DType::kF32, "dk", c));
     }
 }
@@ -800,6 +879,7 @@ int main(int argc, char** argv) {
   TestFarBelowZero();
   TestAllOnes();
   TestNaNPropagates();
+  TestMinusInfinityBias();
   TestWorkspaceOfAnotherMachine();
   TestManyTinyDocuments();
   TestRandomCombinations(argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 150);
