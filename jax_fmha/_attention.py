@@ -170,7 +170,9 @@ def dot_product_attention(
       ValueError: an operand does not fit.
     """
     if implementation not in (None, "xla", "cudnn"):
-        raise mistake("implementation", '"xla", "cudnn" or None', repr(implementation), "See jax_fmha.attention.")
+        raise mistake(
+            "implementation", '"xla", "cudnn" or None', repr(implementation), "See jax_fmha.attention."
+        )
     out, lse = attention(
         query,
         key,

@@ -120,9 +120,7 @@ def _result_params(params: Mapping[str, Any]) -> dict[str, Any]:
 def _batch(
     primitive: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[int]]:
-    args = [
-        x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
-    ]
+    args = [x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
     if "num_mapped" in params:
         params["num_mapped"] += 1
     results = primitive.bind(*args, **params)

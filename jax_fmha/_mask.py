@@ -116,7 +116,9 @@ class _Builder:
     def __init__(self, shape: tuple[int, ...], tile: tuple[int, int]):
         self.rows, self.cols = tile
         if self.rows < 1 or self.cols < 8 or self.cols % 8:
-            raise ValueError(f"attention: mask: expected tiles of (rows, a multiple of 8 columns), got {tile}.")
+            raise ValueError(
+                f"attention: mask: expected tiles of (rows, a multiple of 8 columns), got {tile}."
+            )
         self.grid = tuple(-(-size // edge) for size, edge in zip(shape, tile, strict=True))
         self.numbers: dict[bytes, int] = {}
 

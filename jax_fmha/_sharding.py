@@ -165,7 +165,10 @@ def result_avals(present: Sequence[str], avals: Sequence[Any], results: Mapping[
             )
     return [
         model.update(
-            shape=shape, dtype=dtype, weak_type=False, sharding=NamedSharding(mesh, _spec(factors[name], axes))
+            shape=shape,
+            dtype=dtype,
+            weak_type=False,
+            sharding=NamedSharding(mesh, _spec(factors[name], axes)),
         )
         for name, (shape, dtype) in results.items()
     ]

@@ -33,7 +33,7 @@ def attention_vjp(call: Call, names: tuple[str, str] = CHECKPOINT_NAMES) -> tupl
             rest[name] = _ffi.not_differentiable(x, name=name)
         else:
             rest[name] = x
-    return _attention(call.options, names, primals, rest)
+    return _attention_jit(call.options, names, primals, rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -98,3 +98,7 @@ def _no_gradient(x: Any) -> Any:
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+# An eager shard_map takes no custom_vjp with symbolic zeros, but takes a jit that has one inside. While tracing a
+# program it is inlined.
+_attention_jit = jax.jit(_attention, static_argnums=(0, 1), inline=True)

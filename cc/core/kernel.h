@@ -21,8 +21,8 @@ struct Device {
   int num_workers = 1;         // CPU: threads that may run tasks at once
 };
 
-// A pool that belongs to the caller (XLA). Tasks of one Run may run at the same time, each under a slot number
-// that no other running task of this Run holds; Run returns when all are done.
+// A pool that belongs to the caller (XLA). Tasks of one Run may run at the same time, each under a
+// slot number that no other running task of this Run holds; Run returns when all are done.
 class Workers {
  public:
   virtual ~Workers() = default;
@@ -33,7 +33,8 @@ class Workers {
 struct Launch {
   Workers* workers = nullptr;  // CPU
   void* stream = nullptr;      // CUDA: cudaStream_t
-  void* workspace = nullptr;   // of at least workspace_bytes(problem, device), 64-byte aligned on the CPU
+  void* workspace =
+      nullptr;  // of at least workspace_bytes(problem, device), 64-byte aligned on the CPU
   int64_t workspace_bytes = 0;
 };
 

@@ -1,8 +1,8 @@
 // What a kernel is given: typed pointers and how each one is indexed by batch entry.
 //
-// A call has up to kMaxBatchRank leading batch dimensions. Each operand has every one of them either in full or
-// with size 1 (shared), so that vmap over some operands never copies the others. `BatchMap` turns a flat batch
-// index into the operand's own entry.
+// A call has up to kMaxBatchRank leading batch dimensions. Each operand has every one of them
+// either in full or with size 1 (shared), so that vmap over some operands never copies the others.
+// `BatchMap` turns a flat batch index into the operand's own entry.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,8 @@ struct Result {
   }
 };
 
-// Strides in elements of a [N|1, T|1, S|1] operand inside one batch entry; 0 along a broadcast dimension.
+// Strides in elements of a [N|1, T|1, S|1] operand inside one batch entry; 0 along a broadcast
+// dimension.
 struct ScoreStrides {
   int64_t head = 0, row = 0, col = 0;
   int64_t entry = 0;  // elements in one batch entry
@@ -73,23 +74,23 @@ struct ScoreStrides {
 
 // Shapes are those of one batch entry.
 struct Operands {
-  Operand q;                  // [T, N, H]
-  Operand k;                  // [S, K, H]
-  Operand v;                  // [S, K, Hv]
-  Operand bias;               // [N|1, T|1, S|1], any float dtype
-  Operand mask;               // [N|1, T|1, S|1] bool, true keeps
-  Operand mask_tiles;         // [N|1, tile rows, tile columns] int32: 0 empty, 1 full, 2 + p partial
-  Operand mask_bits;          // [P, Problem::tile_rows, Problem::tile_cols / 8] uint8, low bit first
-  Operand scale;              // [] accumulator dtype
-  Operand logits_soft_cap;    // [] accumulator dtype
-  Operand query_offset;       // []
-  Operand q_positions;        // [T]
-  Operand kv_positions;       // [S]
-  Operand q_seq_lengths;      // []
-  Operand kv_seq_lengths;     // []
-  Operand q_segment_ids;      // [T]
-  Operand kv_segment_ids;     // [S]
-  Operand sinks;              // [N] accumulator dtype
+  Operand q;                // [T, N, H]
+  Operand k;                // [S, K, H]
+  Operand v;                // [S, K, Hv]
+  Operand bias;             // [N|1, T|1, S|1], any float dtype
+  Operand mask;             // [N|1, T|1, S|1] bool, true keeps
+  Operand mask_tiles;       // [N|1, tile rows, tile columns] int32: 0 empty, 1 full, 2 + p partial
+  Operand mask_bits;        // [P, Problem::tile_rows, Problem::tile_cols / 8] uint8, low bit first
+  Operand scale;            // [] accumulator dtype
+  Operand logits_soft_cap;  // [] accumulator dtype
+  Operand query_offset;     // []
+  Operand q_positions;      // [T]
+  Operand kv_positions;     // [S]
+  Operand q_seq_lengths;    // []
+  Operand kv_seq_lengths;   // []
+  Operand q_segment_ids;    // [T]
+  Operand kv_segment_ids;   // [S]
+  Operand sinks;            // [N] accumulator dtype
   ScoreStrides bias_strides;
   ScoreStrides mask_strides;
 
@@ -105,8 +106,8 @@ struct Operands {
   Result dq;          // [T, N, H]
   Result dk;          // [S, K, H]
   Result dv;          // [S, K, Hv]
-  Result dbias;       // [N|1, T|1, S|1] bias's dtype, bias's strides; shared batch dimensions are summed
-  Result dsinks;      // [N] accumulator dtype; shared batch dimensions are summed
+  Result dbias;  // [N|1, T|1, S|1] bias's dtype, bias's strides; shared batch dimensions are summed
+  Result dsinks;  // [N] accumulator dtype; shared batch dimensions are summed
 };
 
 }  // namespace jax_fmha

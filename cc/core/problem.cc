@@ -66,15 +66,15 @@ class Checker {
     p_.seqlen_q = r_.q.shape[rank_];
     p_.num_q_heads = r_.q.shape[rank_ + 1];
     p_.head_dim = r_.q.shape[rank_ + 2];
-    for (const auto& [name, spec, last] :
-         {Named{"key", &r_.k, "H"}, Named{"value", &r_.v, "Hv"}}) {
+    for (const auto& [name, spec, last] : {Named{"key", &r_.k, "H"}, Named{"value", &r_.v, "Hv"}}) {
       if (spec->dtype != p_.dtype) {
         return Mistake(name, "the dtype of query (" + std::string(Name(p_.dtype)) + ")",
                        ToString(*spec), "Cast query, key and value to one dtype.");
       }
       if (spec->shape.size() != r_.q.shape.size()) {
-        return Mistake(name, "[*batch, S, K, " + std::string(last) + "] of rank " +
-                       std::to_string(rank_ + 3) + " as query " + ToString(r_.q),
+        return Mistake(name,
+                       "[*batch, S, K, " + std::string(last) + "] of rank " +
+                           std::to_string(rank_ + 3) + " as query " + ToString(r_.q),
                        ToString(*spec), "Give query, key and value the same batch dimensions.");
       }
     }
@@ -82,20 +82,22 @@ class Checker {
     p_.num_kv_heads = r_.k.shape[rank_ + 1];
     p_.head_dim_v = r_.v.shape[rank_ + 2];
     if (r_.k.shape[rank_ + 2] != p_.head_dim) {
-      return Mistake("key", "head_dim " + std::to_string(p_.head_dim) + " as query " +
-                     ToString(r_.q), ToString(r_.k), "query and key must share their last dimension.");
+      return Mistake("key",
+                     "head_dim " + std::to_string(p_.head_dim) + " as query " + ToString(r_.q),
+                     ToString(r_.k), "query and key must share their last dimension.");
     }
     if (r_.v.shape[rank_] != p_.seqlen_kv || r_.v.shape[rank_ + 1] != p_.num_kv_heads) {
-      return Mistake("value", "sequence length " + std::to_string(p_.seqlen_kv) + " and " +
-                     std::to_string(p_.num_kv_heads) + " heads as key " + ToString(r_.k),
+      return Mistake("value",
+                     "sequence length " + std::to_string(p_.seqlen_kv) + " and " +
+                         std::to_string(p_.num_kv_heads) + " heads as key " + ToString(r_.k),
                      ToString(r_.v), "key and value must share them.");
     }
-    const bool divides = p_.num_kv_heads == 0 ? p_.num_q_heads == 0
-                                              : p_.num_q_heads % p_.num_kv_heads == 0;
+    const bool divides =
+        p_.num_kv_heads == 0 ? p_.num_q_heads == 0 : p_.num_q_heads % p_.num_kv_heads == 0;
     if (!divides) {
-      return Mistake("key", "a number of heads that divides query's " +
-                     std::to_string(p_.num_q_heads), ToString(r_.k),
-                     "Query head n reads key/value head n // (N // K).");
+      return Mistake("key",
+                     "a number of heads that divides query's " + std::to_string(p_.num_q_heads),
+                     ToString(r_.k), "Query head n reads key/value head n // (N // K).");
     }
     return {};
   }
@@ -112,8 +114,8 @@ class Checker {
     for (const auto& [name, spec] : All()) {
       if (!spec->present()) continue;
       if (spec->shape.size() < rank_) {
-        return Mistake(name, std::to_string(rank_) + " batch dimensions as query " +
-                       ToString(r_.q), ToString(*spec), "Use size 1 for a shared dimension.");
+        return Mistake(name, std::to_string(rank_) + " batch dimensions as query " + ToString(r_.q),
+                       ToString(*spec), "Use size 1 for a shared dimension.");
       }
       for (size_t d = 0; d < rank_; ++d) {
         const int64_t size = spec->shape[d];
@@ -131,13 +133,23 @@ class Checker {
   }
 
   std::vector<std::pair<const char*, const Spec*>> All() const {
-    return {{"query", &r_.q}, {"key", &r_.k}, {"value", &r_.v}, {"bias", &r_.bias},
-            {"mask", &r_.mask}, {"mask.tiles", &r_.mask_tiles}, {"mask.bits", &r_.mask_bits},
-            {"scale", &r_.scale}, {"logits_soft_cap", &r_.logits_soft_cap},
-            {"query_offset", &r_.query_offset}, {"query_positions", &r_.q_positions},
-            {"key_value_positions", &r_.kv_positions}, {"query_seq_lengths", &r_.q_seq_lengths},
-            {"key_value_seq_lengths", &r_.kv_seq_lengths}, {"segment_ids.q", &r_.q_segment_ids},
-            {"segment_ids.kv", &r_.kv_segment_ids}, {"sinks", &r_.sinks}};
+    return {{"query", &r_.q},
+            {"key", &r_.k},
+            {"value", &r_.v},
+            {"bias", &r_.bias},
+            {"mask", &r_.mask},
+            {"mask.tiles", &r_.mask_tiles},
+            {"mask.bits", &r_.mask_bits},
+            {"scale", &r_.scale},
+            {"logits_soft_cap", &r_.logits_soft_cap},
+            {"query_offset", &r_.query_offset},
+            {"query_positions", &r_.q_positions},
+            {"key_value_positions", &r_.kv_positions},
+            {"query_seq_lengths", &r_.q_seq_lengths},
+            {"key_value_seq_lengths", &r_.kv_seq_lengths},
+            {"segment_ids.q", &r_.q_segment_ids},
+            {"segment_ids.kv", &r_.kv_segment_ids},
+            {"sinks", &r_.sinks}};
   }
 
   // bias and mask [*batch, N|1, T|1, S|1]
@@ -186,9 +198,11 @@ class Checker {
     if (r_.mask_tiles.dtype != DType::kS32 || tiles.size() != rank_ + 3 ||
         (tiles[rank_] != 1 && tiles[rank_] != p_.num_q_heads) || tiles[rank_ + 1] != grid[0] ||
         tiles[rank_ + 2] != grid[1]) {
-      return Mistake("mask.tiles", "int32 [*batch|1, N|1, " + std::to_string(grid[0]) + ", " +
-                     std::to_string(grid[1]) + "] for tiles of " + std::to_string(p_.tile_rows) +
-                     " rows and " + std::to_string(p_.tile_cols) + " columns",
+      return Mistake("mask.tiles",
+                     "int32 [*batch|1, N|1, " + std::to_string(grid[0]) + ", " +
+                         std::to_string(grid[1]) + "] for tiles of " +
+                         std::to_string(p_.tile_rows) + " rows and " +
+                         std::to_string(p_.tile_cols) + " columns",
                      ToString(r_.mask_tiles), "Build a TileMask for this T and S.");
     }
     p_.num_mask_heads = tiles[rank_];
@@ -216,9 +230,10 @@ class Checker {
         return Mistake(rule.name, "int32 or int64", ToString(*rule.spec), "Cast it.");
       }
       if (!HasTrailing(*rule.spec, *rule.trailing)) {
-        return Mistake(rule.name, std::string(rule.expected) + " with T = " +
-                       std::to_string(p_.seqlen_q) + ", S = " + std::to_string(p_.seqlen_kv) +
-                       " and batch " + ShapeString(p_.batch_shape),
+        return Mistake(rule.name,
+                       std::string(rule.expected) + " with T = " + std::to_string(p_.seqlen_q) +
+                           ", S = " + std::to_string(p_.seqlen_kv) + " and batch " +
+                           ShapeString(p_.batch_shape),
                        ToString(*rule.spec), "Reshape it.");
       }
     }
@@ -243,8 +258,9 @@ class Checker {
                              Rule{"sinks", &r_.sinks, &n, "[N], one logit per query head"}}) {
       if (!rule.spec->present()) continue;
       if (rule.spec->dtype != accumulator || !HasTrailing(*rule.spec, *rule.trailing)) {
-        return Mistake(rule.name, std::string(rule.expected) + " (N = " +
-                       std::to_string(p_.num_q_heads) + ")", ToString(*rule.spec), "Reshape it.");
+        return Mistake(rule.name,
+                       std::string(rule.expected) + " (N = " + std::to_string(p_.num_q_heads) + ")",
+                       ToString(*rule.spec), "Reshape it.");
       }
     }
     if (!r_.scale.present()) return Status::Internal("attention: scale: operand missing");
@@ -255,11 +271,11 @@ class Checker {
     const DType accumulator = AccumulatorOf(p_.dtype);
     const Dims out = {p_.seqlen_q, p_.num_q_heads, p_.head_dim_v};
     const Dims lse = {p_.num_q_heads, p_.seqlen_q};
-    const bool ok = r_.saved_out.dtype == p_.dtype && HasTrailing(r_.saved_out, out) &&
-                    r_.dout.dtype == p_.dtype && HasTrailing(r_.dout, out) &&
-                    r_.saved_lse.dtype == accumulator && HasTrailing(r_.saved_lse, lse) &&
-                    (!r_.dlse.present() ||
-                     (r_.dlse.dtype == accumulator && HasTrailing(r_.dlse, lse)));
+    const bool ok =
+        r_.saved_out.dtype == p_.dtype && HasTrailing(r_.saved_out, out) &&
+        r_.dout.dtype == p_.dtype && HasTrailing(r_.dout, out) &&
+        r_.saved_lse.dtype == accumulator && HasTrailing(r_.saved_lse, lse) &&
+        (!r_.dlse.present() || (r_.dlse.dtype == accumulator && HasTrailing(r_.dlse, lse)));
     if (!ok) return Status::Internal("attention: backward residuals do not match the operands");
     if (r_.dbias.present() &&
         (r_.dbias.dtype != r_.bias.dtype || r_.dbias.shape.size() != r_.bias.shape.size() ||
@@ -312,9 +328,7 @@ class Checker {
 
 }  // namespace
 
-std::string ToString(const Spec& spec) {
-  return ShapeString(spec.shape) + " " + Name(spec.dtype);
-}
+std::string ToString(const Spec& spec) { return ShapeString(spec.shape) + " " + Name(spec.dtype); }
 
 Status Describe(const Request& request, Problem* problem) {
   *problem = Problem();

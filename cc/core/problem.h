@@ -1,6 +1,7 @@
 // What is asked, without the data: one struct, filled and judged by one function.
 //
-// The same `Describe` serves the trace-time check in Python (through nanobind) and the FFI handler at run time.
+// The same `Describe` serves the trace-time check in Python (through nanobind) and the FFI handler
+// at run time.
 #pragma once
 
 #include <cstdint>
@@ -30,14 +31,16 @@ struct Spec {
   bool present() const { return dtype != DType::kAbsent; }
 };
 
-// Every operand and result by name, batch dimensions in front: see Operands for the trailing shapes.
+// Every operand and result by name, batch dimensions in front: see Operands for the trailing
+// shapes.
 struct Request {
   Pass pass = Pass::kForward;
   Attributes attributes;
-  Spec q, k, v, bias, mask, mask_tiles, mask_bits, scale, logits_soft_cap, query_offset, q_positions, kv_positions, q_seq_lengths,
-      kv_seq_lengths, q_segment_ids, kv_segment_ids, sinks;
+  Spec q, k, v, bias, mask, mask_tiles, mask_bits, scale, logits_soft_cap, query_offset,
+      q_positions, kv_positions, q_seq_lengths, kv_seq_lengths, q_segment_ids, kv_segment_ids,
+      sinks;
   Spec saved_out, saved_lse, dout, dlse;  // backward only
-  Spec dbias, dsinks;                     // backward results whose batch dimensions differ from the call's
+  Spec dbias, dsinks;  // backward results whose batch dimensions differ from the call's
 };
 
 struct Problem {
@@ -59,9 +62,9 @@ struct Problem {
   bool has_bias = false;
   bool has_mask = false;
   bool has_tile_mask = false;
-  int64_t tile_rows = 0;           // query rows and key columns of a tile of the tile mask
+  int64_t tile_rows = 0;  // query rows and key columns of a tile of the tile mask
   int64_t tile_cols = 0;
-  int64_t num_mask_heads = 0;      // N or 1
+  int64_t num_mask_heads = 0;  // N or 1
   int64_t num_partial_tiles = 0;
   bool has_logits_soft_cap = false;
   bool has_query_offset = false;
@@ -80,13 +83,15 @@ struct Problem {
   std::vector<int64_t> dsinks_shape;
 
   int64_t group_size() const { return num_kv_heads == 0 ? 1 : num_q_heads / num_kv_heads; }
-  // Causal, window and positions restrict pairs by position; without them positions are not looked at.
+  // Causal, window and positions restrict pairs by position; without them positions are not looked
+  // at.
   bool uses_positions() const {
     return is_causal || window_left < kUnbounded || window_right < kUnbounded;
   }
 };
 
-// Fills `problem` from `request`, or says which operand is wrong, what was expected, what was got, and what to do.
+// Fills `problem` from `request`, or says which operand is wrong, what was expected, what was got,
+// and what to do.
 Status Describe(const Request& request, Problem* problem);
 
 // "[2, 1024, 8, 64] bfloat16"

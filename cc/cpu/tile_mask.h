@@ -27,7 +27,8 @@ class TileMask {
         grid_rows_(CeilDiv(problem.seqlen_q, rows_)),
         grid_cols_(CeilDiv(problem.seqlen_kv, cols_)),
         one_head_(problem.num_mask_heads == 1) {
-    tiles_ = operands.mask_tiles.Entry<int32_t>(b, problem.num_mask_heads * grid_rows_ * grid_cols_);
+    tiles_ =
+        operands.mask_tiles.Entry<int32_t>(b, problem.num_mask_heads * grid_rows_ * grid_cols_);
     bits_ = operands.mask_bits.Entry<uint8_t>(b, problem.num_partial_tiles * rows_ * (cols_ / 8));
   }
 

@@ -33,10 +33,6 @@ def mesh(heads: int, q_seq: int) -> jax.sharding.Mesh:
     return jax.make_mesh((heads, q_seq), ("heads", "q_seq"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def shard_map(f: Any, **kwargs: Any) -> Any:
-    return jax.jit(jax.shard_map(f, **kwargs))
-
-
 def gradients(f: Any, arguments: tuple[Any, ...]) -> Any:
     def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
         out = f(q, k, v, arguments[3], sinks)
@@ -139,7 +135,7 @@ def check_local_positions_are_tiled_by_fewer_devices() -> None:
     kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=4)
     spec = kernel.manual_sharding_spec(NamedSharding(m, P(None, "q_seq")))
     q, k, v, _, _ = operands()
-    f = shard_map(
+    f = jax.shard_map(
         lambda kernel, q, k, v: kernel(q, k, v),
         mesh=m,
         in_specs=(spec, P(None, "q_seq"), P(), P()),
@@ -168,7 +164,7 @@ def check_array_mask() -> None:
     kernel = splash.make_splash_mha(dense, head_shards=2, q_seq_shards=2)
     spec = kernel.manual_sharding_spec(NamedSharding(m, P("heads", "q_seq")))
     q, k, v, _, _ = operands()
-    f = shard_map(
+    f = jax.shard_map(
         lambda kernel, q, k, v: kernel(q, k, v),
         mesh=m,
         in_specs=(spec, P("heads", "q_seq"), P("heads"), P("heads")),
@@ -188,7 +184,7 @@ def check_tokamax() -> None:
         (static, static.manual_sharding_spec(NamedSharding(m, P("q_seq")))),
         dynamic,
     ):
-        f = shard_map(
+        f = jax.shard_map(
             lambda kernel, q, k, v: kernel(q, k, v),
             mesh=m,
             in_specs=(spec, P(None, "q_seq"), P(), P()),
