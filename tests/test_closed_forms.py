@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_fmha import SegmentIds, attention
-from support import each_implementation
+from support import each_implementation, vjp
 
 SIZES = [(1, 1), (3, 5), (64, 64), (65, 130), (200, 77)]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -22,7 +21,7 @@ def test_all_ones(T: int, S: int, dtype: str, implementation: str | None):
     H = 16
     q, k, v = (np.ones((2, n, 2, H), jnp.dtype(dtype)) for n in (T, S, S))
     f = lambda q, k, v: attention(q, k, v, scale=0.5, return_lse=True, implementation=implementation)  # noqa: E731
-    (out, lse), pullback = jax.vjp(f, q, k, v)
+    (out, lse), pullback = vjp(f, q, k, v)
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(out, np.float64), 1, rtol=eps)
     np.testing.assert_allclose(lse, 0.5 * H + np.log(S), rtol=1e-6)
@@ -80,7 +79,7 @@ def test_very_negative_scores(dtype: str, implementation: str | None):
     q, k = np.full((1, T, 1, H), 4, jnp.dtype(dtype)), np.full((1, S, 1, H), -4, jnp.dtype(dtype))
     v = np.ones((1, S, 1, H), jnp.dtype(dtype))
     f = lambda q, k, v: attention(q, k, v, scale=1.0, return_lse=True, implementation=implementation)  # noqa: E731
-    (out, lse), pullback = jax.vjp(f, q, k, v)
+    (out, lse), pullback = vjp(f, q, k, v)
     np.testing.assert_allclose(lse, -16 * H + np.log(S), rtol=1e-6)
     np.testing.assert_allclose(np.asarray(out, np.float32), 1, rtol=1e-2)
     grads = [np.asarray(g, np.float32) for g in pullback((jnp.ones_like(out), jnp.zeros_like(lse)))]
@@ -107,7 +106,7 @@ def test_a_sink_of_equal_logit_halves_one_key(implementation: str | None):
     f = lambda sinks: attention(  # noqa: E731
         x, x, 2 * x, scale=1.0, sinks=sinks, return_lse=True, implementation=implementation
     )
-    (out, lse), pullback = jax.vjp(f, np.full(1, 4, np.float32))
+    (out, lse), pullback = vjp(f, np.full(1, 4, np.float32))
     np.testing.assert_allclose(out, 1, rtol=1e-6)
     np.testing.assert_allclose(lse, 4 + np.log(2), rtol=1e-6)
     (dsinks,) = pullback((np.ones_like(out), np.zeros_like(lse)))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jax_fmha import SegmentIds, attention
-from support import each_implementation
+from support import each_implementation, vjp
 
 B, T, S, N, K, H, Hv = 2, 5, 7, 4, 2, 8, 6
 EMPTY = 3  # the row of every entry that has nothing to attend
@@ -45,7 +44,7 @@ def test_row(way: str, sinks: np.ndarray | None, implementation: str | None):
         kwargs = WAYS[way] | {"sinks": sinks, "implementation": implementation}
         return attention(q, k, v, bias, kwargs.pop("mask", None), **kwargs, return_lse=True)
 
-    (out, lse), pullback = jax.vjp(f, q, k, v, bias)
+    (out, lse), pullback = vjp(f, q, k, v, bias)
     assert np.all(out[:, EMPTY] == 0)
     assert np.all(lse[:, :, EMPTY] == (-np.inf if sinks is None else sinks))
     assert np.all(out[:, 0] != 0)
@@ -70,7 +69,7 @@ def test_gradient_of_the_sink(way: str, implementation: str | None):
         kwargs = WAYS[way] | {"implementation": implementation}
         return attention(q, k, v, bias, kwargs.pop("mask", None), sinks=sinks, **kwargs, return_lse=True)[1]
 
-    got, pullback = jax.vjp(lse, sinks)
+    got, pullback = vjp(lse, sinks)
     (dsinks,) = pullback(jnp.zeros_like(got).at[:, :, EMPTY].set(1.0))
     np.testing.assert_array_equal(dsinks, np.full(N, 0.0 if way == "query_length" else B))
 
@@ -86,7 +85,7 @@ def test_all_rows_of_an_entry(lengths: dict[str, Any], implementation: str | Non
         kwargs = lengths | {"implementation": implementation}
         return attention(*args, kwargs.pop("mask", None), **kwargs, return_lse=True)
 
-    (out, lse), pullback = jax.vjp(f, q, k, v, bias)
+    (out, lse), pullback = vjp(f, q, k, v, bias)
     assert np.all(out[0] == 0)
     assert np.all(lse[0] == -np.inf)
     for grad in pullback((jnp.ones_like(out), jnp.ones_like(lse))):
@@ -98,7 +97,7 @@ def test_all_rows_of_an_entry(lengths: dict[str, Any], implementation: str | Non
 def test_no_keys(implementation: str | None):
     q, k, v, _ = draw()
     k, v = k[:, :0], v[:, :0]
-    (out, lse), pullback = jax.vjp(
+    (out, lse), pullback = vjp(
         lambda *a: attention(*a, return_lse=True, implementation=implementation), q, k, v
     )
     assert np.all(out == 0)

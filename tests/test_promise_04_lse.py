@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 import jax_fmha
 import oracle
 from cases import BY_NAME
-from support import attention, check_close, each_implementation
+from support import attention, check_close, each_implementation, vjp
 
 CASES = (
     "plain",
@@ -43,7 +42,7 @@ def test_gradient_through_lse_alone(name: str, implementation: str | None):
     dlse = np.random.default_rng(0).standard_normal(oracle.reference(inputs)["lse"].shape).astype(np.float32)
     want = oracle.reference(type(inputs)(inputs.operands, inputs.options, np.zeros_like(inputs.dout), dlse))
     f = lambda p: attention({**inputs.operands, **p}, inputs.options, implementation)[1]  # noqa: E731
-    (grads,) = jax.vjp(f, inputs.differentiable())[1](dlse)
+    (grads,) = vjp(f, inputs.differentiable())[1](dlse)
     check_close({"d" + n: g for n, g in grads.items()}, {n: want[n] for n in want if n not in ("out", "lse")})
 
 
@@ -68,7 +67,7 @@ def test_two_halves_merge_exactly(implementation: str | None):
         weight = [jnp.swapaxes(jnp.exp(x - lse), 1, 2)[..., None] for x in (lse_a, lse_b)]
         return weight[0] * out_a + weight[1] * out_b, lse
 
-    (want, pull_want), (got, pull_got) = jax.vjp(whole, q, k, v), jax.vjp(merged, q, k, v)
+    (want, pull_want), (got, pull_got) = vjp(whole, q, k, v), vjp(merged, q, k, v)
     check_close(got, want)
     cotangents = inputs.dout, jnp.cos(want[1])
     check_close(pull_got(cotangents), pull_want(cotangents))
