@@ -1,0 +1,83 @@
+// Before the main backward kernel: delta = rowsum(out * dout) - dlse, and lse in log2 units, per
+// row, in padded arrays that bulk copies can load. Rows that see nothing get lse +inf, which makes
+// every probability of theirs 0.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cc/gpu/problem_params.cuh"
+#include "cc/gpu/softmax.cuh"
+
+namespace jax_fmha::gpu {
+
+struct DeltaParams {
+  ScoreParams score;
+  Operand out, dout, lse, dlse;
+  float* delta;  // [batch, N, padded_q]
+  float* lse2;   // [batch, N, padded_q]
+  int padded_q;
+};
+
+inline constexpr int kDeltaRows = 64;
+
+// One block per kDeltaRows rows of one head; kLanes lanes read 8 elements each of one row.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams p) {
+  const ScoreParams& s = p.score;
+  const int blocks = p.padded_q / kDeltaRows;
+  const int pair = blockIdx.x / blocks, b = pair / s.num_q_heads, head = pair % s.num_q_heads;
+  const int first = blockIdx.x % blocks * kDeltaRows;
+  const int q_length = LimitsOf(s, b).q_length;
+  const int lane = threadIdx.x % kLanes, column = lane * 8;
+  const int64_t row_stride = static_cast<int64_t>(s.num_q_heads) * s.head_dim_v;
+  const T* out = static_cast<const T*>(p.out.data) +
+                 EntryOf(p.out.batch, b) * s.seqlen_q * row_stride + head * s.head_dim_v + column;
+  const T* dout = static_cast<const T*>(p.dout.data) +
+                  EntryOf(p.dout.batch, b) * s.seqlen_q * row_stride + head * s.head_dim_v + column;
+#pragma unroll
+  for (int i = first + threadIdx.x / kLanes; i < first + kDeltaRows; i += 256 / kLanes) {
+    float sum = 0.f;
+    if (i < q_length && column < s.head_dim_v) {
+      const uint4 x = *reinterpret_cast<const uint4*>(out + i * row_stride);
+      const uint4 y = *reinterpret_cast<const uint4*>(dout + i * row_stride);
+      const T* a = reinterpret_cast<const T*>(&x);
+      const T* c = reinterpret_cast<const T*>(&y);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) sum += static_cast<float>(a[e]) * static_cast<float>(c[e]);
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (lane == 0) {
+      float lse = kInf;
+      if (i < s.seqlen_q) {
+        lse = static_cast<const float*>(
+            p.lse.data)[(EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q + i];
+        if (p.dlse.data != nullptr) {
+          const float dlse = static_cast<const float*>(
+              p.dlse.data)[(EntryOf(p.dlse.batch, b) * s.num_q_heads + head) * s.seqlen_q + i];
+          // A row without lse has no gradient, whatever its cotangent.
+          if (lse != -kInf) sum -= dlse;
+        }
+        if (i >= q_length || lse == -kInf) lse = kInf;
+      }
+      const int64_t at = static_cast<int64_t>(pair) * p.padded_q + i;
+      p.delta[at] = sum;
+      p.lse2[at] = lse * kLog2e;
+    }
+  }
+}
+
+// dsink = -sum of exp(sink - lse) * delta over the rows of the head, and over the batch entries
+// that share the sink.
+struct SinkParams {
+  ScoreParams score;
+  Operand lse;
+  const float* delta;
+  int padded_q;
+  BatchMap to;
+  float* dsinks;
+};
+
+__global__ void __launch_bounds__(256) SinkGradient(const __grid_constant__ SinkParams p);
+
+}  // namespace jax_fmha::gpu

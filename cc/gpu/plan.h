@@ -1,0 +1,41 @@
+// Sizes of what the device works out before a main kernel. Plain C++, for workspace sizes.
+#pragma once
+
+#include <cstdint>
+
+#include "cc/core/problem.h"
+
+namespace jax_fmha::gpu {
+
+// Longer sequences are refused, so that a position plus a clamped offset fits an int.
+inline constexpr int kMaxSeqlen = 1 << 29;
+inline constexpr int kFar = 1 << 30;
+
+inline constexpr int kRunChunk = 1024;  // keys per block of the run kernels
+inline constexpr int kPlanRows = 64;    // query rows that one PlanBlock summarises
+inline constexpr int kStripRows = 16;   // query rows that are repaired together
+
+// Key intervals of the queries of one block of kPlanRows rows.
+struct PlanBlock {
+  int lo_min, hi_max;  // union of the rows' intervals
+  int lo_max, hi_min;  // what all rows share
+  int is_scattered;  // some row's segment occupies several key runs: compare ids element by element
+};
+
+struct Strip {
+  int batch, head, row;
+};
+
+inline int64_t SegmentPlanBytes(const Problem& p) {
+  const int64_t chunks = CeilDiv(p.seqlen_kv, kRunChunk), blocks = CeilDiv(p.seqlen_q, kPlanRows);
+  return p.batch * (RoundUp(8 * p.seqlen_kv, 16) + RoundUp(8 * p.seqlen_q, 16)) +
+         RoundUp(p.batch * 4 * (p.seqlen_kv + 1), 16) + 2 * RoundUp(p.batch * 4 * chunks, 16) +
+         RoundUp(p.batch * blocks * int64_t{sizeof(PlanBlock)}, 16);
+}
+
+inline int64_t RepairListBytes(const Problem& p) {
+  return RoundUp(CeilDiv(p.seqlen_q, kStripRows) * p.batch * p.num_q_heads * int64_t{sizeof(Strip)},
+                 16);
+}
+
+}  // namespace jax_fmha::gpu

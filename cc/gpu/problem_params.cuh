@@ -1,0 +1,224 @@
+// The problem as kernels see it: plain sizes, operands with their batch maps, and how to read them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cc/core/operands.h"
+#include "cc/core/problem.h"
+#include "cc/gpu/plan.h"
+
+namespace jax_fmha::gpu {
+
+// What segment ids mean, computed on the device before the main kernel.
+struct SegmentPlan {
+  const int2* rows = nullptr;  // [batch, T]: first and one past the last key of the row's segment
+  const PlanBlock* blocks = nullptr;  // [batch, ceil(T / kPlanRows)]
+};
+
+struct ScoreParams {
+  int batch, seqlen_q, seqlen_kv, num_q_heads, num_kv_heads, group_size, head_dim, head_dim_v;
+  bool is_causal;
+  int64_t window_left, window_right;
+  float default_scale;
+  Operand bias, mask, scale, logits_soft_cap, query_offset, q_positions, kv_positions,
+      q_seq_lengths, kv_seq_lengths, q_segment_ids, kv_segment_ids, sinks;
+  ScoreStrides bias_strides, mask_strides;
+  SegmentPlan plan;
+};
+
+inline ScoreParams MakeScoreParams(const Problem& p, const Operands& o, float default_scale) {
+  ScoreParams s{};
+  s.batch = static_cast<int>(p.batch);
+  s.seqlen_q = static_cast<int>(p.seqlen_q);
+  s.seqlen_kv = static_cast<int>(p.seqlen_kv);
+  s.num_q_heads = static_cast<int>(p.num_q_heads);
+  s.num_kv_heads = static_cast<int>(p.num_kv_heads);
+  s.group_size = static_cast<int>(p.group_size());
+  s.head_dim = static_cast<int>(p.head_dim);
+  s.head_dim_v = static_cast<int>(p.head_dim_v);
+  s.is_causal = p.is_causal;
+  s.window_left = p.window_left;
+  s.window_right = p.window_right;
+  s.default_scale = default_scale;
+  s.bias = o.bias;
+  s.mask = o.mask;
+  s.scale = o.scale;
+  s.logits_soft_cap = o.logits_soft_cap;
+  s.query_offset = o.query_offset;
+  s.q_positions = o.q_positions;
+  s.kv_positions = o.kv_positions;
+  s.q_seq_lengths = o.q_seq_lengths;
+  s.kv_seq_lengths = o.kv_seq_lengths;
+  s.q_segment_ids = o.q_segment_ids;
+  s.kv_segment_ids = o.kv_segment_ids;
+  s.sinks = o.sinks;
+  s.bias_strides = o.bias_strides;
+  s.mask_strides = o.mask_strides;
+  return s;
+}
+
+// Device-side readers
+// ---------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int64_t EntryOf(const BatchMap& map, int b) {
+  if (map.rank == 0) return 0;
+  if (map.rank == 1) return b * map.strides[0];
+  int64_t entry = 0;
+  for (int d = map.rank - 1; d >= 0; --d) {
+    const int size = static_cast<int>(map.sizes[d]);
+    entry += static_cast<int64_t>(b % size) * map.strides[d];
+    b /= size;
+  }
+  return entry;
+}
+
+__device__ __forceinline__ int64_t ReadInt(const Operand& x, int64_t at) {
+  return x.dtype == DType::kS64 ? static_cast<const int64_t*>(x.data)[at]
+                                : static_cast<const int32_t*>(x.data)[at];
+}
+
+__device__ __forceinline__ float ReadFloat(const Operand& x, int64_t at) {
+  switch (x.dtype) {
+    case DType::kBF16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(x.data)[at]);
+    case DType::kF16:
+      return __half2float(static_cast<const __half*>(x.data)[at]);
+    case DType::kF64:
+      return static_cast<float>(static_cast<const double*>(x.data)[at]);
+    default:
+      return static_cast<const float*>(x.data)[at];
+  }
+}
+
+// A bias element of 32 bits, or of 16 bits in either format.
+__device__ __forceinline__ float ToFloat(float x, bool) { return x; }
+__device__ __forceinline__ float ToFloat(uint16_t x, bool is_bf16) {
+  return is_bf16 ? __uint_as_float(static_cast<uint32_t>(x) << 16)
+                 : __half2float(__ushort_as_half(x));
+}
+
+__device__ __forceinline__ int Clamp(int64_t x, int lo, int hi) {
+  return x < lo ? lo : x > hi ? hi : static_cast<int>(x);
+}
+
+// What one batch entry says about its rows: row i may see keys [max(0, i + lo_shift),
+// min(kv_length, i + hi_shift)). With explicit positions the shifts say nothing and every element
+// is compared.
+struct EntryLimits {
+  int q_length, kv_length;
+  int lo_shift, hi_shift;
+};
+
+__device__ __forceinline__ EntryLimits LimitsOf(const ScoreParams& s, int b) {
+  EntryLimits e;
+  e.q_length =
+      s.q_seq_lengths.data == nullptr
+          ? s.seqlen_q
+          : Clamp(ReadInt(s.q_seq_lengths, EntryOf(s.q_seq_lengths.batch, b)), 0, s.seqlen_q);
+  e.kv_length =
+      s.kv_seq_lengths.data == nullptr
+          ? s.seqlen_kv
+          : Clamp(ReadInt(s.kv_seq_lengths, EntryOf(s.kv_seq_lengths.batch, b)), 0, s.seqlen_kv);
+  e.lo_shift = -kFar;
+  e.hi_shift = kFar;
+  if (s.q_positions.data == nullptr && s.kv_positions.data == nullptr) {
+    int64_t offset = s.query_offset.data == nullptr
+                         ? 0
+                         : ReadInt(s.query_offset, EntryOf(s.query_offset.batch, b));
+    offset = offset < -kUnbounded ? -kUnbounded : offset > kUnbounded ? kUnbounded : offset;
+    if (s.window_left < kUnbounded) e.lo_shift = Clamp(offset - s.window_left, -kFar, kFar);
+    int64_t right = s.window_right;
+    if (s.is_causal && right > 0) right = 0;
+    if (right < kUnbounded) e.hi_shift = Clamp(offset + right + 1, -kFar, kFar);
+  }
+  return e;
+}
+
+__device__ __forceinline__ float ScaleOf(const ScoreParams& s, int b) {
+  return s.scale.data == nullptr ? s.default_scale : ReadFloat(s.scale, EntryOf(s.scale.batch, b));
+}
+
+// Interval of keys that row i may see; empty intervals are (0, 0).
+__device__ __forceinline__ int2 RowInterval(const ScoreParams& s, const EntryLimits& e, int b,
+                                            int i) {
+  int lo = max(0, i + e.lo_shift), hi = min(e.kv_length, i + e.hi_shift);
+  if (s.plan.rows != nullptr && i < s.seqlen_q) {
+    const int2 run = s.plan.rows[static_cast<int64_t>(b) * s.seqlen_q + i];
+    lo = max(lo, run.x);
+    hi = min(hi, run.y);
+  }
+  if (i >= e.q_length || lo >= hi) return make_int2(0, 0);
+  return make_int2(lo, hi);
+}
+
+// Everything that no interval expresses, for one pair. Offsets are those of the batch entry (and
+// head).
+struct ElementRules {
+  const Operand* q_segments = nullptr;  // null: ids are already in the row's interval
+  const Operand* kv_segments = nullptr;
+  int64_t q_segment_at = 0, kv_segment_at = 0;
+  int64_t q_position_at = 0, kv_position_at = 0, query_offset = 0;
+  int64_t mask_at = 0, bias_at = 0;
+  bool uses_positions = false;
+};
+
+__device__ __forceinline__ ElementRules RulesOf(const ScoreParams& s, int b, int head,
+                                                bool is_scattered) {
+  ElementRules r;
+  if (s.q_segment_ids.data != nullptr && is_scattered) {
+    r.q_segments = &s.q_segment_ids;
+    r.kv_segments = &s.kv_segment_ids;
+    r.q_segment_at = EntryOf(s.q_segment_ids.batch, b) * s.seqlen_q;
+    r.kv_segment_at = EntryOf(s.kv_segment_ids.batch, b) * s.seqlen_kv;
+  }
+  if (s.q_positions.data != nullptr || s.kv_positions.data != nullptr) {
+    r.uses_positions = s.is_causal || s.window_left < kUnbounded || s.window_right < kUnbounded;
+    if (s.q_positions.data != nullptr)
+      r.q_position_at = EntryOf(s.q_positions.batch, b) * s.seqlen_q;
+    if (s.kv_positions.data != nullptr)
+      r.kv_position_at = EntryOf(s.kv_positions.batch, b) * s.seqlen_kv;
+    if (s.query_offset.data != nullptr) {
+      r.query_offset = ReadInt(s.query_offset, EntryOf(s.query_offset.batch, b));
+    }
+  }
+  if (s.mask.data != nullptr) {
+    r.mask_at = EntryOf(s.mask.batch, b) * s.mask_strides.entry + head * s.mask_strides.head;
+  }
+  if (s.bias.data != nullptr) {
+    r.bias_at = EntryOf(s.bias.batch, b) * s.bias_strides.entry + head * s.bias_strides.head;
+  }
+  return r;
+}
+
+__device__ __forceinline__ bool KeepSegment(const ElementRules& r, int i, int j) {
+  return r.q_segments == nullptr ||
+         ReadInt(*r.q_segments, r.q_segment_at + i) == ReadInt(*r.kv_segments, r.kv_segment_at + j);
+}
+
+__device__ __forceinline__ bool Keep(const ScoreParams& s, const ElementRules& r, int i, int j) {
+  if (!KeepSegment(r, i, j)) return false;
+  if (r.uses_positions) {
+    const int64_t q = s.q_positions.data != nullptr ? ReadInt(s.q_positions, r.q_position_at + i)
+                                                    : i + r.query_offset;
+    const int64_t k =
+        s.kv_positions.data != nullptr ? ReadInt(s.kv_positions, r.kv_position_at + j) : j;
+    if (s.is_causal && k > q) return false;
+    if (s.window_left < kUnbounded && k < q - s.window_left) return false;
+    if (s.window_right < kUnbounded && k > q + s.window_right) return false;
+  }
+  if (s.mask.data != nullptr &&
+      !static_cast<const bool*>(
+          s.mask.data)[r.mask_at + i * s.mask_strides.row + j * s.mask_strides.col]) {
+    return false;
+  }
+  return true;
+}
+
+__device__ __forceinline__ float Bias(const ScoreParams& s, const ElementRules& r, int i, int j) {
+  return ReadFloat(s.bias, r.bias_at + i * s.bias_strides.row + j * s.bias_strides.col);
+}
+
+}  // namespace jax_fmha::gpu

@@ -1,0 +1,21 @@
+// Tiles of the backward kernel by head dims. Plain C++: `backward.cc` chooses with it, `kernel.cuh`
+// is built from it.
+#pragma once
+
+#include "cc/sm90/forward/config.h"
+
+namespace jax_fmha::sm90 {
+
+struct BackwardTile {
+  int head_dim, head_dim_v;
+  int block_q, block_kv, num_stages, box_cols;
+};
+
+inline constexpr int kBackwardMaxHeadDim = 128;
+
+constexpr BackwardTile BackwardTileOf(int head_dim, int head_dim_v) {
+  if (head_dim <= 64 && head_dim_v <= 64) return {64, 64, 128, 128, 2, 64};
+  return {128, 128, 64, 128, 2, 64};
+}
+
+}  // namespace jax_fmha::sm90

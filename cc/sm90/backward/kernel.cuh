@@ -1,0 +1,729 @@
+// Backward attention on Hopper: dk and dv of one tile of keys stay in registers while queries
+// stream by; dq is added to a float32 array in device memory.
+//
+// One producer warp loads by TMA; two consumer warpgroups hold 64 keys each. They compute S^T = k
+// q^T and dP^T = v dout^T, so that P^T and dS^T are register operands of dv += P^T dout and dk +=
+// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A block
+// takes one (key tile, kv head, batch entry) and walks the query tiles of every query head of the
+// group, so nothing of dk and dv is added twice.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/tensor.hpp>
+
+#include "cc/gpu/pipeline.cuh"
+#include "cc/gpu/problem_params.cuh"
+#include "cc/gpu/repair.cuh"
+#include "cc/gpu/softmax.cuh"
+#include "cc/gpu/store.cuh"
+#include "cc/sm90/backward/config.h"
+
+namespace jax_fmha::sm90 {
+
+using namespace cute;
+
+struct BackwardParams {
+  gpu::ScoreParams score;
+  gpu::SegmentPlan kv_plan;  // the plan with query and key swapped: rows of queries by key
+  BatchMap q_map, k_map, v_map, dout_map;
+  const float *lse2, *delta;  // [batch, N, padded_q]
+  float* dq;      // [batch, N, query tile] tiles in the order of the accumulator's registers
+  void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
+  int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
+  int* next_tile;  // zeroed
+  int* turns;  // [batch, N, query tile, warpgroup], zeroed; null where the order of additions is
+               // free
+  gpu::RepairList repair;
+};
+
+template <typename Element_, ForwardMode kMode_, int kHeadDim_, int kHeadDimV_, int kBlockQ_,
+          int kBlockKv_, int kStages_, int kBoxCols_>
+struct BackwardKernel {
+  using Element = Element_;
+  static constexpr ForwardMode kMode = kMode_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = kBlockQ_,
+                       kBlockKv = kBlockKv_, kStages = kStages_, kBoxCols = kBoxCols_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
+  // dv may start before dS is worked out where registers allow for both operands.
+  static constexpr bool kEarlyDv = kBlockQ == 64;
+  static_assert(kBlockKv == 64 * kConsumers);
+  static constexpr bool kHasElements = kMode == ForwardMode::kGeneral;
+  static constexpr bool kDqByRows =
+      kBlockQ == 128;  // dq's rows, else its columns, are shared out to the warpgroups
+
+  using GroupsM = Layout<Shape<_2, _1, _1>>;
+  using GroupsDq =
+      std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _2, _1>>>;
+  static constexpr int kDqCols = kDqByRows ? kHeadDim : kHeadDim / 2;
+  using MmaS = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float,
+                           Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kHeadDim>>>(),
+      GroupsM{}));
+  using MmaDv = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float,
+                           Shape<Int<kBlockKv>, Int<kHeadDimV>, Int<kBlockQ>>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      GroupsM{}));
+  using MmaDk = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float,
+                           Shape<Int<kBlockKv>, Int<kHeadDim>, Int<kBlockQ>>, GMMA::Major::K,
+                           GMMA::Major::MN>(),
+      GroupsM{}));
+  using MmaDq =
+      decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
+                                                   Shape<Int<kBlockQ>, Int<kDqCols>, Int<kBlockKv>>,
+                                                   GMMA::Major::MN, GMMA::Major::MN>(),
+                              GroupsDq{}));
+
+  using AtomK = std::conditional_t<kBoxCols == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                                   GMMA::Layout_K_SW64_Atom<Element>>;
+  using AtomMn = std::conditional_t<kBoxCols == 64, GMMA::Layout_MN_SW128_Atom<Element>,
+                                    GMMA::Layout_MN_SW64_Atom<Element>>;
+  using LayoutK = decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockKv>, Int<kHeadDim>>{}));
+  using LayoutV = decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockKv>, Int<kHeadDimV>>{}));
+  using LayoutQ =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockQ>, Int<kHeadDim>, Int<kStages>>{}));
+  using LayoutDo =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockQ>, Int<kHeadDimV>, Int<kStages>>{}));
+  // The same bytes seen transposed.
+  using LayoutKt =
+      decltype(tile_to_shape(AtomMn{}, Shape<Int<kHeadDim>, Int<kBlockKv>>{}, Step<_2, _1>{}));
+  using LayoutQt = decltype(tile_to_shape(
+      AtomMn{}, Shape<Int<kHeadDim>, Int<kBlockQ>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  using LayoutDot = decltype(tile_to_shape(
+      AtomMn{}, Shape<Int<kHeadDimV>, Int<kBlockQ>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+  // dS as (query, key) with queries contiguous: [query block of 64][key][64].
+  using LayoutDs =
+      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                             Shape<Int<kBlockQ>, Int<kBlockKv>, _2>{}, Step<_2, _1, _3>{}));
+
+  struct TileInfo {
+    int is_last;
+    int batch, kv_head, kv_first;
+    int q_begin, q_end;  // query tiles
+    int is_elementwise, may_leak;
+    gpu::EntryLimits limits;
+  };
+
+  struct alignas(1024) SharedStorage {
+    alignas(1024) Element k[kBlockKv * kHeadDim];
+    alignas(1024) Element v[kBlockKv * kHeadDimV];
+    alignas(1024) Element q[kStages][kBlockQ * kHeadDim];
+    alignas(1024) Element dout[kStages][kBlockQ * kHeadDimV];
+    alignas(1024) Element ds[2][kBlockQ * kBlockKv];
+    alignas(1024) float dq[kBlockQ * kHeadDim];
+    alignas(128) float lse2[kStages][kBlockQ];
+    alignas(128) float delta[kStages][kBlockQ];
+    gpu::Barrier kv_full, kv_empty;
+    gpu::Ring<kStages> q_ring, dout_ring;
+    TileInfo info[2];
+  };
+
+  static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
+    const gpu::ScoreParams& s = p.score;
+    TileInfo info;
+    info.is_last = 0;
+    // Sections of (batch, kv head) pairs, inside one key tiles first to last: causal ones with most
+    // queries start early.
+    const int pairs = s.batch * s.num_kv_heads;
+    const int per_section = p.pairs_per_section * p.num_kv_tiles;
+    const int section = tile / per_section;
+    const int within = tile - section * per_section;
+    const int pairs_here = min(p.pairs_per_section, pairs - section * p.pairs_per_section);
+    const int kv_tile = within / pairs_here;
+    const int pair = section * p.pairs_per_section + within - kv_tile * pairs_here;
+    info.batch = pair / s.num_kv_heads;
+    info.kv_head = pair - info.batch * s.num_kv_heads;
+    info.kv_first = kv_tile * kBlockKv;
+    info.limits = gpu::LimitsOf(s, info.batch);
+    const gpu::EntryLimits& e = info.limits;
+    const int kv_end = min(info.kv_first + kBlockKv, e.kv_length);
+    int q_lo = max(0, info.kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
+    info.is_elementwise = info.may_leak = 0;
+    if (p.kv_plan.blocks != nullptr && kv_end > info.kv_first) {
+      const int num_blocks = (s.seqlen_kv + gpu::kPlanRows - 1) / gpu::kPlanRows;
+      const gpu::PlanBlock* blocks =
+          p.kv_plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
+      gpu::PlanBlock sum = blocks[info.kv_first / gpu::kPlanRows];
+      for (int i = info.kv_first / gpu::kPlanRows + 1; i <= (kv_end - 1) / gpu::kPlanRows; ++i) {
+        const gpu::PlanBlock x = blocks[i];
+        sum.lo_min = min(sum.lo_min, x.lo_min);
+        sum.hi_max = max(sum.hi_max, x.hi_max);
+      }
+      q_lo = max(q_lo, sum.lo_min);
+      q_hi = min(q_hi, sum.hi_max);
+      // A query may share a tile with queries of another segment even where all keys have one.
+      info.may_leak = 1;
+    }
+    if constexpr (kHasElements) {
+      info.is_elementwise =
+          s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+    }
+    if (kv_end <= info.kv_first) q_hi = q_lo;
+    info.q_begin = q_lo / kBlockQ;
+    info.q_end = q_hi > q_lo ? (q_hi + kBlockQ - 1) / kBlockQ : info.q_begin;
+    return info;
+  }
+
+  // Producer
+  // ----------------------------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ void LoadBulk(float* smem, const float* from,
+                                                  gpu::Barrier* bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(gpu::SmemAddress(smem)),
+        "l"(from), "r"(kBlockQ * 4), "r"(gpu::SmemAddress(bar))
+        : "memory");
+  }
+
+  static __device__ __forceinline__ void Produce(
+      const BackwardParams& p, const CUtensorMap* q_tensor, const CUtensorMap* k_tensor,
+      const CUtensorMap* v_tensor, const CUtensorMap* dout_tensor, SharedStorage& smem) {
+    const gpu::ScoreParams& s = p.score;
+    gpu::RingState<kStages> q_state, dout_state;
+    q_state.phase = dout_state.phase = 1;
+    int kv_phase = 1, slot = 0;
+    int tile = blockIdx.x;
+    while (tile < p.num_tiles) {
+      const int next = gridDim.x + atomicAdd(p.next_tile, 1);
+      const TileInfo info = DescribeTile(p, tile);
+      gpu::Wait(&smem.kv_empty, kv_phase);
+      kv_phase ^= 1;
+      smem.info[slot] = info;
+      slot ^= 1;
+      tile = next;
+      if (info.q_begin == info.q_end) {
+        gpu::Arrive(&smem.kv_full);
+        continue;
+      }
+      const int q_entry = gpu::EntryOf(p.q_map, info.batch),
+                k_entry = gpu::EntryOf(p.k_map, info.batch),
+                v_entry = gpu::EntryOf(p.v_map, info.batch),
+                dout_entry = gpu::EntryOf(p.dout_map, info.batch);
+      const int kv_valid = min(kBlockKv, info.limits.kv_length - info.kv_first);
+      gpu::ArriveExpect(&smem.kv_full, kBlockKv * (kHeadDim + kHeadDimV) * 2);
+      gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k, k_tensor, &smem.kv_full, info.kv_first,
+                                                  kv_valid, info.kv_head, k_entry);
+      gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, info.kv_first,
+                                                   kv_valid, info.kv_head, v_entry);
+      for (int g = 0; g < s.group_size; ++g) {
+        const int head = info.kv_head * s.group_size + g;
+        const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
+        for (int m = info.q_begin; m < info.q_end; ++m) {
+          const int first = m * kBlockQ;
+          const int valid = min(kBlockQ, info.limits.q_length - first);
+          gpu::Wait(&smem.q_ring.empty[q_state.stage], q_state.phase);
+          gpu::Barrier* full = &smem.q_ring.full[q_state.stage];
+          gpu::ArriveExpect(full, kBlockQ * (kHeadDim * 2 + 8));
+          gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[q_state.stage], q_tensor, full, first,
+                                                     valid, head, q_entry);
+          LoadBulk(smem.lse2[q_state.stage], p.lse2 + rows + first, full);
+          LoadBulk(smem.delta[q_state.stage], p.delta + rows + first, full);
+          q_state.Next();
+          gpu::Wait(&smem.dout_ring.empty[dout_state.stage], dout_state.phase);
+          full = &smem.dout_ring.full[dout_state.stage];
+          gpu::ArriveExpect(full, kBlockQ * kHeadDimV * 2);
+          gpu::LoadRows<kBlockQ, kHeadDimV, kBoxCols>(smem.dout[dout_state.stage], dout_tensor,
+                                                      full, first, valid, head, dout_entry);
+          dout_state.Next();
+        }
+      }
+    }
+    gpu::Wait(&smem.kv_empty, kv_phase);
+    smem.info[slot].is_last = 1;
+    gpu::Arrive(&smem.kv_full);
+  }
+
+  // Consumers
+  // ---------------------------------------------------------------------------------------------------------
+
+  template <class Mma, class A, class B, class C>
+  static __device__ __forceinline__ void Gemm(Mma& mma, const A& a, const B& b, C& c,
+                                              bool accumulates) {
+    mma.accumulate_ = accumulates ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < size<2>(a); ++k) {
+      cute::gemm(mma, a(_, _, k), b(_, _, k), c);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  }
+
+  static constexpr int kScoreRegs = kBlockQ / 2;
+  static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
+
+  // Scores of one (query tile, key tile) as S^T, in exponent units of `factor`. Returns whether any
+  // pair was masked.
+  static __device__ __forceinline__ bool FinishScores(const BackwardParams& p, const TileInfo& info,
+                                                      int head, int q_first, const int (&kv)[2],
+                                                      float scale, float cap, bool is_transformed,
+                                                      float (&s)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const gpu::EntryLimits& e = info.limits;
+    const int col = 2 * (threadIdx.x % 4);
+    if (is_transformed) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
+      if constexpr (kHasElements) {
+        if (sp.bias.data != nullptr) {
+          const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
+          if (sp.bias.dtype == DType::kF32) {
+            AddBias<float>(sp, rules, q_first + col, kv, s);
+          } else {
+            AddBias<uint16_t>(sp, rules, q_first + col, kv, s);
+          }
+        }
+      }
+      if (cap > 0.f) {
+        const float inverse = 1.f / cap;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
+      }
+    }
+    // Every pair of the tile allowed: nothing to select.
+    const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
+    bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
+                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise;
+    bool is_scattered = false;
+    if (sp.plan.blocks != nullptr) {
+      const int num_blocks = (sp.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
+      const gpu::PlanBlock* blocks = sp.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
+      for (int i = q_first / gpu::kPlanRows;
+           i < min(num_blocks, (q_first + kBlockQ) / gpu::kPlanRows); ++i) {
+        is_full &= info.kv_first >= blocks[i].lo_max && kv_last < blocks[i].hi_min;
+        is_scattered |= blocks[i].is_scattered;
+      }
+      is_full &= !is_scattered;
+    }
+    if (is_full) return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      // lo_shift <= key - query < hi_shift; a key past kv_length fails for every query.
+      const bool is_inside = kv[r] < e.kv_length && e.lo_shift < e.hi_shift;
+      const unsigned length = is_inside ? static_cast<unsigned>(e.hi_shift) - e.lo_shift : 0u;
+      const int at = kv[r] - (q_first + col) - e.lo_shift;
+#pragma unroll
+      for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[i * 4 + r * 2 + c];
+          x = static_cast<unsigned>(at - i * 8 - c) < length ? x : -gpu::kInf;
+        }
+      }
+    }
+    if (sp.plan.rows != nullptr) {
+      const int2* runs = sp.plan.rows + static_cast<int64_t>(info.batch) * sp.seqlen_q;
+#pragma unroll
+      for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int2 run = runs[min(q_first + col + i * 8 + c, sp.seqlen_q - 1)];
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float& x = s[i * 4 + r * 2 + c];
+            x = kv[r] >= run.x && kv[r] < run.y ? x : -gpu::kInf;
+          }
+        }
+      }
+    }
+    if (info.is_elementwise || is_scattered) {
+      const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, is_scattered);
+      uint32_t keep[(kScoreRegs + 31) / 32];
+#pragma unroll
+      for (int word = 0; word < (kScoreRegs + 31) / 32; ++word) {
+        keep[word] = 0;
+#pragma unroll 1
+        for (int bit = 0; bit < 32; ++bit) {
+          const int i = word * 32 + bit;
+          const int j = min(i & 2 ? kv[1] : kv[0], sp.seqlen_kv - 1);
+          const int row = min(q_first + i / 4 * 8 + col + i % 2, sp.seqlen_q - 1);
+          keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
+                                                           : gpu::KeepSegment(rules, row, j))
+                        << bit;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) s[i] = keep[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
+    }
+    return true;
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp,
+                                                 const gpu::ElementRules& rules, int first_row,
+                                                 const int (&kv)[2], float (&s)[kScoreRegs]) {
+    const T* bias = static_cast<const T*>(sp.bias.data) + rules.bias_at;
+#pragma unroll
+    for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const T* row = bias + min(first_row + i * 8 + c, sp.seqlen_q - 1) * sp.bias_strides.row;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int64_t j = sp.bias_strides.col == 0 ? 0 : min(kv[r], sp.seqlen_kv - 1);
+          s[i * 4 + r * 2 + c] += gpu::ToFloat(row[j], sp.bias.dtype == DType::kBF16);
+        }
+      }
+    }
+  }
+
+  // dS^T of this warp into [query block][key][64], 128-byte swizzled.
+  static __device__ __forceinline__ void StoreDs(Element* ds, int group,
+                                                 const uint32_t (&x)[kScoreRegs / 2]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int row =
+        lane %
+        16;  // of the warp's 16 keys: the first 8 lanes address rows 0-7, the next 8 rows 8-15
+    const int key = group * 64 + warp * 16 + row;
+#pragma unroll
+    for (int g = 0; g < kBlockQ / 8; g += 2) {
+      const int chunk = g + lane / 16;  // 8 queries
+      const uint32_t address = gpu::SmemAddress(ds) + (chunk / 8) * kBlockKv * 128 + key * 128 +
+                               ((chunk % 8) ^ (row % 8)) * 16;
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+          "r"(x[g * 2]), "r"(x[g * 2 + 1]), "r"(x[g * 2 + 2]), "r"(x[g * 2 + 3])
+          : "memory");
+    }
+  }
+
+  // Adds a step's dq to device memory: each thread's registers go to shared memory in their own
+  // order, from where one thread has them added in bulk. With `turns` key tiles take turns in their
+  // order, so that every run adds in the same order; a tile's turn is the number of tiles before it
+  // that add to the same queries. Blocks start tiles in that order too, so the tile waited for is
+  // running or done.
+  template <class Dq>
+  static __device__ __forceinline__ void AddDq(const BackwardParams& p, SharedStorage& smem,
+                                               const TileInfo& info, int head, int m, int group,
+                                               const Dq& dq) {
+    constexpr int kFloats = kBlockQ * kHeadDim / kConsumers;
+    const int thread = threadIdx.x % 128;
+    float* from = smem.dq + group * kFloats;
+#pragma unroll
+    for (int i = 0; i < size(dq) / 4; ++i) {
+      *reinterpret_cast<float4*>(from + (i * 128 + thread) * 4) =
+          make_float4(dq(i * 4), dq(i * 4 + 1), dq(i * 4 + 2), dq(i * 4 + 3));
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    gpu::NamedSync(kDqBar + group, 128);
+    if (thread != 0) return;
+    const int64_t tile =
+        (static_cast<int64_t>(info.batch) * p.score.num_q_heads + head) * p.num_q_tiles + m;
+    int* turn = p.turns == nullptr ? nullptr : p.turns + tile * kConsumers + group;
+    const int mine = turn == nullptr ? 0 : info.kv_first / kBlockKv - FirstKvTile(info, m);
+    if (turn != nullptr) {
+      int now;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+      } while (now != mine);
+    }
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;" ::"l"(p.dq + (tile * kConsumers + group) * kFloats),
+        "r"(gpu::SmemAddress(from)), "r"(kFloats * 4)
+        : "memory");
+    if (turn != nullptr) {
+      // Complete, not merely read, before the next tile may add.
+      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      __threadfence();
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
+    }
+  }
+
+  // The first key tile whose range of query tiles holds m. Without segments ranges only move
+  // forward with the keys.
+  static __device__ __forceinline__ int FirstKvTile(const TileInfo& info, int m) {
+    // Tile t ends with query min(q_length, kv_end(t) - lo_shift); it must lie beyond the first row
+    // of m.
+    const int past = m * kBlockQ + info.limits.lo_shift;  // kv_end(t) > past
+    return past < 0 ? 0 : past / kBlockKv;
+  }
+
+  static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
+    const gpu::ScoreParams& sp = p.score;
+    const int thread = threadIdx.x - 128;
+    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
+    const int lane = threadIdx.x % 32;
+
+    Tensor sK = make_tensor(make_smem_ptr(smem.k), LayoutK{});
+    Tensor sV = make_tensor(make_smem_ptr(smem.v), LayoutV{});
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q[0]), LayoutQ{});
+    Tensor sDo = make_tensor(make_smem_ptr(smem.dout[0]), LayoutDo{});
+    Tensor sKt = make_tensor(make_smem_ptr(smem.k), LayoutKt{});
+    Tensor sQt = make_tensor(make_smem_ptr(smem.q[0]), LayoutQt{});
+    Tensor sDot = make_tensor(make_smem_ptr(smem.dout[0]), LayoutDot{});
+    Tensor sDs = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDs{});
+    MmaS mma_s;
+    MmaDv mma_dv;
+    MmaDk mma_dk;
+    MmaDq mma_dq;
+    auto thread_s = mma_s.get_slice(thread);
+    auto thread_dv = mma_dv.get_slice(thread);
+    auto thread_dk = mma_dk.get_slice(thread);
+    auto thread_dq = mma_dq.get_slice(thread);
+    Tensor tSrK = thread_s.partition_fragment_A(sK);
+    Tensor tSrQ = thread_s.partition_fragment_B(sQ);
+    Tensor tPrV = thread_s.partition_fragment_A(sV);
+    Tensor tPrDo = thread_s.partition_fragment_B(sDo);
+    Tensor tVrDo = thread_dv.partition_fragment_B(sDot);
+    Tensor tKrQ = thread_dk.partition_fragment_B(sQt);
+    Tensor tQrDs = thread_dq.partition_fragment_A(sDs);
+    Tensor tQrK = thread_dq.partition_fragment_B(sKt);
+    Tensor tS = partition_fragment_C(mma_s, Shape<Int<kBlockKv>, Int<kBlockQ>>{});
+    Tensor tDp = partition_fragment_C(mma_s, Shape<Int<kBlockKv>, Int<kBlockQ>>{});
+    Tensor tDv = partition_fragment_C(mma_dv, Shape<Int<kBlockKv>, Int<kHeadDimV>>{});
+    Tensor tDk = partition_fragment_C(mma_dk, Shape<Int<kBlockKv>, Int<kHeadDim>>{});
+    Tensor tP =
+        make_tensor<Element>(partition_shape_A(mma_dv, Shape<Int<kBlockKv>, Int<kBlockQ>>{}));
+    Tensor tDs =
+        make_tensor<Element>(partition_shape_A(mma_dk, Shape<Int<kBlockKv>, Int<kBlockQ>>{}));
+    float (&s)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tS.data());
+    float (&dp)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tDp.data());
+    float (&dv)[kHeadDimV / 2] = *reinterpret_cast<float (*)[kHeadDimV / 2]>(tDv.data());
+    float (&dk)[kHeadDim / 2] = *reinterpret_cast<float (*)[kHeadDim / 2]>(tDk.data());
+    auto release = [&](gpu::Barrier* bar) {
+      if (lane == 0) gpu::Arrive(bar);
+    };
+
+    gpu::RingState<kStages> q_state, dout_state;
+    int kv_phase = 0, slot = 0, ds_slot = 0;
+    while (true) {
+      gpu::Wait(&smem.kv_full, kv_phase);
+      kv_phase ^= 1;
+      const TileInfo info = smem.info[slot];
+      slot ^= 1;
+      if (info.is_last) break;
+      const float scale = gpu::ScaleOf(sp, info.batch);
+      const float cap =
+          sp.logits_soft_cap.data == nullptr
+              ? 0.f
+              : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
+                                     gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
+      const bool is_transformed = sp.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
+                                  (kHasElements && sp.bias.data != nullptr);
+      const float factor = is_transformed ? gpu::kLog2e : scale * gpu::kLog2e;
+      int kv[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        kv[r] = info.kv_first + group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
+      bool accumulates = false;
+      // Steps: the query tiles of one head after those of another.
+      const int num_steps = sp.group_size * (info.q_end - info.q_begin);
+      int head = info.kv_head * sp.group_size, m = info.q_begin;
+      for (int step = 0; step < num_steps; ++step) {
+        gpu::Wait(&smem.q_ring.full[q_state.stage], q_state.phase);
+        warpgroup_fence_operand(tS);
+        warpgroup_fence_operand(tDp);
+        warpgroup_arrive();
+        Gemm(mma_s, tSrK, tSrQ(_, _, _, q_state.stage), tS, false);
+        gpu::Wait(&smem.dout_ring.full[dout_state.stage], dout_state.phase);
+        Gemm(mma_s, tPrV, tPrDo(_, _, _, dout_state.stage), tDp, false);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tS);
+        const bool is_partial =
+            FinishScores(p, info, head, m * kBlockQ, kv, scale, cap, is_transformed, s);
+        const float* lse2 = smem.lse2[q_state.stage] + 2 * (lane % 4);
+        const float* delta = smem.delta[q_state.stage] + 2 * (lane % 4);
+#pragma unroll
+        for (int i = 0; i < kScoreRegs / 4; ++i) {
+          const float2 l = *reinterpret_cast<const float2*>(lse2 + i * 8);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            s[i * 4 + r * 2] = gpu::Exp2(s[i * 4 + r * 2] * factor - l.x);
+            s[i * 4 + r * 2 + 1] = gpu::Exp2(s[i * 4 + r * 2 + 1] * factor - l.y);
+          }
+        }
+        // Fences keep the arithmetic on this side of the waits, where products are still under way.
+        warpgroup_fence_operand(tS);
+        if constexpr (kEarlyDv) {
+#pragma unroll
+          for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
+          warpgroup_fence_operand(tP);
+          warpgroup_fence_operand(tDv);
+          warpgroup_arrive();
+          Gemm(mma_dv, tP, tVrDo(_, _, _, dout_state.stage), tDv, accumulates);
+          warpgroup_wait<1>();
+        } else {
+          warpgroup_wait<0>();
+        }
+        warpgroup_fence_operand(tDp);
+#pragma unroll
+        for (int i = 0; i < kScoreRegs / 4; ++i) {
+          const float2 d = *reinterpret_cast<const float2*>(delta + i * 8);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            dp[i * 4 + r * 2] = s[i * 4 + r * 2] * (dp[i * 4 + r * 2] - d.x);
+            dp[i * 4 + r * 2 + 1] = s[i * 4 + r * 2 + 1] * (dp[i * 4 + r * 2 + 1] - d.y);
+          }
+        }
+        if (cap > 0.f) {
+          // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+          // probability.
+          const float inverse = gpu::kLn2 / cap;
+#pragma unroll
+          for (int i = 0; i < kScoreRegs; ++i) {
+            const float t = (__log2f(s[i]) + lse2[i / 4 * 8 + i % 2]) * inverse;
+            dp[i] = s[i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
+          }
+        }
+        if (is_partial) {  // 0 * NaN of a pair that is not allowed
+#pragma unroll
+          for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+        }
+        if constexpr (!kEarlyDv) {
+#pragma unroll
+          for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
+        StoreDs(smem.ds[ds_slot], group,
+                *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
+        if constexpr (!kEarlyDv) {
+          warpgroup_fence_operand(tP);
+          warpgroup_fence_operand(tDv);
+          warpgroup_arrive();
+          Gemm(mma_dv, tP, tVrDo(_, _, _, dout_state.stage), tDv, accumulates);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        // After this barrier the buffer of dq is free again, too.
+        if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+        gpu::NamedSync(kDsBar, 128 * kConsumers);
+        Tensor tDq = partition_fragment_C(mma_dq, Shape<Int<kBlockQ>, Int<kHeadDim>>{});
+        warpgroup_fence_operand(tDq);
+        warpgroup_fence_operand(tDs);
+        warpgroup_fence_operand(tDk);
+        warpgroup_arrive();
+        Gemm(mma_dq, tQrDs(_, _, _, ds_slot), tQrK, tDq, false);
+        Gemm(mma_dk, tDs, tKrQ(_, _, _, q_state.stage), tDk, accumulates);
+        accumulates = true;
+        ds_slot ^= 1;
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tDq);
+        warpgroup_fence_operand(tDv);
+        warpgroup_fence_operand(tP);
+        release(&smem.dout_ring.empty[dout_state.stage]);
+        dout_state.Next();
+        AddDq(p, smem, info, head, m, group, tDq);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tDk);
+        warpgroup_fence_operand(tDs);
+        release(&smem.q_ring.empty[q_state.stage]);
+        q_state.Next();
+        if (++m == info.q_end) {
+          m = info.q_begin;
+          ++head;
+        }
+      }
+      release(&smem.kv_empty);
+      bool is_nan = false;
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) {
+        dk[i] = accumulates ? dk[i] * scale : 0.f;
+        is_nan |= dk[i] != dk[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) {
+        dv[i] = accumulates ? dv[i] : 0.f;
+        is_nan |= dv[i] != dv[i];
+      }
+      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 && kv[0] < sp.seqlen_kv) {
+        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.kv_head, kv[0]};
+      }
+      Element *dk_rows[2], *dv_rows[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t row =
+            (static_cast<int64_t>(info.batch) * sp.seqlen_kv + kv[r]) * sp.num_kv_heads +
+            info.kv_head;
+        const bool is_inside = kv[r] < sp.seqlen_kv;
+        dk_rows[r] = is_inside ? static_cast<Element*>(p.dk) + row * sp.head_dim : nullptr;
+        dv_rows[r] = is_inside ? static_cast<Element*>(p.dv) + row * sp.head_dim_v : nullptr;
+      }
+      gpu::StoreRows<Element>(dk, dk_rows, sp.head_dim);
+      gpu::StoreRows<Element>(dv, dv_rows, sp.head_dim_v);
+    }
+    // Shared memory must outlive the last bulk addition.
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    BackwardMain(const __grid_constant__ BackwardParams p,
+                 const __grid_constant__ CUtensorMap q_tensor,
+                 const __grid_constant__ CUtensorMap k_tensor,
+                 const __grid_constant__ CUtensorMap v_tensor,
+                 const __grid_constant__ CUtensorMap dout_tensor) {
+  extern __shared__ __align__(1024) char raw[];
+  auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
+  if (threadIdx.x == 0) {
+    gpu::InitBarrier(&smem.kv_full, 1);
+    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers);
+    for (int i = 0; i < Kernel::kStages; ++i) {
+      gpu::InitBarrier(&smem.q_ring.full[i], 1);
+      gpu::InitBarrier(&smem.q_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.dout_ring.full[i], 1);
+      gpu::InitBarrier(&smem.dout_ring.empty[i], 4 * Kernel::kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
+    if (threadIdx.x == 0) Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
+    Kernel::Consume(p, smem);
+  }
+}
+
+// dq of one (query tile, head, batch entry): scaled, in its own type and order. Blocks of 256
+// threads hold the tile as the main kernel's consumers do.
+template <class Kernel>
+__global__ void __launch_bounds__(256)
+    ConvertDq(const __grid_constant__ BackwardParams p, void* dq, gpu::RepairList repair) {
+  using Element = typename Kernel::Element;
+  constexpr int kRegs = Kernel::kBlockQ * Kernel::kHeadDim / 256;
+  const gpu::ScoreParams& s = p.score;
+  const int m = blockIdx.x % p.num_q_tiles, pair = blockIdx.x / p.num_q_tiles;
+  const int b = pair / s.num_q_heads, head = pair % s.num_q_heads;
+  const float4* from = reinterpret_cast<const float4*>(
+      p.dq + static_cast<int64_t>(blockIdx.x) * (Kernel::kBlockQ * Kernel::kHeadDim));
+  const float scale = gpu::ScaleOf(s, b);
+  float x[kRegs];
+  bool is_nan = false;
+#pragma unroll
+  for (int i = 0; i < kRegs / 4; ++i) {
+    const float4 y = from[(threadIdx.x / 128 * (kRegs / 4) + i) * 128 + threadIdx.x % 128];
+    x[i * 4] = y.x * scale;
+    x[i * 4 + 1] = y.y * scale;
+    x[i * 4 + 2] = y.z * scale;
+    x[i * 4 + 3] = y.w * scale;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) is_nan |= x[i * 4 + c] != x[i * 4 + c];
+  }
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int column = Kernel::kDqByRows ? 0 : group * Kernel::kDqCols;
+  Element* rows[2];
+  int row = 0;
+#pragma unroll
+  for (int r = 1; r >= 0; --r) {
+    row = m * Kernel::kBlockQ + (Kernel::kDqByRows ? group * 64 : 0) + threadIdx.x % 128 / 32 * 16 +
+          lane / 4 + 8 * r;
+    rows[r] = row < s.seqlen_q
+                  ? static_cast<Element*>(dq) +
+                        ((static_cast<int64_t>(b) * s.seqlen_q + row) * s.num_q_heads + head) *
+                            s.head_dim +
+                        column
+                  : nullptr;
+  }
+  if (repair.count != nullptr && __any_sync(0xffffffff, is_nan) && lane == 0 && row < s.seqlen_q) {
+    repair.strips[atomicAdd(repair.count, 1)] = {b, head, row};
+  }
+  gpu::StoreRows<Element>(x, rows, s.head_dim - column);
+}
+
+}  // namespace jax_fmha::sm90

@@ -1,0 +1,58 @@
+// One function per row of instances.def, each in an object file of its own that nvcc builds.
+#pragma once
+
+#include <utility>
+
+#include "cc/core/kernel.h"
+#include "cc/gpu/plan.h"
+#include "cc/sm90/backward/config.h"
+
+namespace jax_fmha::sm90 {
+
+template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
+Status LaunchBackward(const Problem& problem, const Operands& operands, const Launch& launch);
+
+// Writes zero gradients of a call without keys or queries, and dsinks.
+Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, const Launch& launch);
+
+// Offsets of what the backward keeps in its workspace.
+struct BackwardWorkspace {
+  int64_t counters, turns, dq, lse2, delta, dq_strips, dkv_strips, q_plan, kv_plan, bytes;
+};
+
+inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
+
+// The same problem with queries and keys swapped, as the plan of the keys sees it.
+inline Problem Swapped(Problem p) {
+  std::swap(p.seqlen_q, p.seqlen_kv);
+  std::swap(p.num_q_heads, p.num_kv_heads);
+  return p;
+}
+
+inline BackwardWorkspace WorkspaceOf(const Problem& p) {
+  const BackwardTile tile =
+      BackwardTileOf(static_cast<int>(p.head_dim), static_cast<int>(p.head_dim_v));
+  const int64_t rows = p.batch * p.num_q_heads * PaddedSeqlenQ(p);
+  BackwardWorkspace w{};
+  auto take = [&w](int64_t bytes) {
+    const int64_t at = w.bytes;
+    w.bytes += RoundUp(bytes, 128);
+    return at;
+  };
+  w.counters = take(3 * sizeof(int));
+  // Everything up to and with dq is zeroed in one go.
+  if (p.deterministic)
+    w.turns = take(p.batch * p.num_q_heads * CeilDiv(p.seqlen_q, tile.block_q) * 2 * 4);
+  w.dq = take(rows * tile.head_dim * 4);
+  w.lse2 = take(rows * 4);
+  w.delta = take(rows * 4);
+  if (p.has_segment_ids) {
+    w.dq_strips = take(2 * gpu::RepairListBytes(p));  // both column halves of a strip may report it
+    w.dkv_strips = take(gpu::RepairListBytes(Swapped(p)));
+    w.q_plan = take(gpu::SegmentPlanBytes(p));
+    w.kv_plan = take(gpu::SegmentPlanBytes(Swapped(p)));
+  }
+  return w;
+}
+
+}  // namespace jax_fmha::sm90

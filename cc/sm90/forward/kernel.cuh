@@ -1,0 +1,573 @@
+// Forward attention on Hopper: out = softmax(scale * q k^T) v for [entries, T, N, H] operands, and
+// its lse.
+//
+// One producer warp loads tiles by TMA; block_q / 64 consumer warpgroups hold 64 query rows each,
+// keep scores, probabilities and output in registers, and overlap the score product of one key tile
+// with the softmax of the one before. Thread blocks are persistent and take (query tile, head,
+// batch entry) triples, longest first.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/tensor.hpp>
+
+#include "cc/gpu/pipeline.cuh"
+#include "cc/gpu/problem_params.cuh"
+#include "cc/gpu/repair.cuh"
+#include "cc/gpu/softmax.cuh"
+#include "cc/gpu/store.cuh"
+#include "cc/sm90/forward/config.h"
+
+namespace jax_fmha::sm90 {
+
+using namespace cute;
+
+struct ForwardParams {
+  gpu::ScoreParams score;
+  BatchMap q_map, k_map, v_map;
+  void* out;                                      // [batch, T, N, Hv]
+  float* lse;                                     // [batch, N, T]
+  int num_q_tiles, num_tiles, pairs_per_section;  // pairs: (batch entry, query head)
+  int* next_tile;                                 // zeroed
+  gpu::RepairList
+      repair;  // strips that another segment's NaN may have reached; used with segments only
+};
+
+template <typename Element_, ForwardMode kMode_, int kHeadDim_, int kHeadDimV_, int kBlockQ_,
+          int kBlockKv_, int kStages_, int kBoxCols_>
+struct ForwardKernel {
+  using Element = Element_;
+  static constexpr ForwardMode kMode = kMode_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_, kBlockQ = kBlockQ_,
+                       kBlockKv = kBlockKv_, kStages = kStages_, kBoxCols = kBoxCols_;
+  static constexpr int kConsumers = kBlockQ / 64;  // warpgroups
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  // setmaxnreg shares out what the block started with: 168 x 3 or 128 x 4 registers per thread.
+  static constexpr int kProducerRegs = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegs = kConsumers == 2 ? 240 : 160;
+  static constexpr bool kHasSegments = kMode != ForwardMode::kDense,
+                        kHasElements = kMode == ForwardMode::kGeneral;
+  static constexpr bool kPingPong = kHeadDim <= 128;
+
+  using TileQK = Shape<Int<kBlockQ>, Int<kBlockKv>, Int<kHeadDim>>;
+  using TilePV = Shape<Int<kBlockQ>, Int<kHeadDimV>, Int<kBlockKv>>;
+  using WarpGroups = Layout<Shape<Int<kConsumers>, _1, _1>>;
+  using MmaQK = decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float, TileQK>(),
+                                        WarpGroups{}));
+  using MmaPV = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, TilePV, GMMA::Major::K, GMMA::Major::MN>(),
+      WarpGroups{}));
+
+  using AtomK = std::conditional_t<kBoxCols == 64, GMMA::Layout_K_SW128_Atom<Element>,
+                                   GMMA::Layout_K_SW64_Atom<Element>>;
+  using AtomMn = std::conditional_t<kBoxCols == 64, GMMA::Layout_MN_SW128_Atom<Element>,
+                                    GMMA::Layout_MN_SW64_Atom<Element>>;
+  using LayoutQ = decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockQ>, Int<kHeadDim>>{}));
+  using LayoutK =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockKv>, Int<kHeadDim>, Int<kStages>>{}));
+  // The same bytes as [stage][column block][row][kBoxCols], seen as (Hv, kv).
+  using LayoutVt = decltype(tile_to_shape(
+      AtomMn{}, Shape<Int<kHeadDimV>, Int<kBlockKv>, Int<kStages>>{}, Step<_2, _1, _3>{}));
+
+  // A warpgroup asks for its next query rows as soon as it needs its old ones no more, so that
+  // warpgroups stay out of step across tiles. The producer may be two tiles ahead of the slowest
+  // reader of a TileInfo.
+  static constexpr int kInfoSlots = 3;
+
+  // What a tile is, worked out once by the producer.
+  struct TileInfo {
+    int is_last;  // no tile: the block is done
+    int batch, head, q_first;
+    int kv_first, num_kv_tiles;  // keys kv_first + [0, num_kv_tiles * kBlockKv), clipped at kv_end
+    int kv_end;
+    int full_begin, full_end;          // keys that every row of the tile may see
+    int is_elementwise, is_scattered;  // partial by more than intervals
+    int may_leak;                      // rows of several segments share key tiles
+    gpu::EntryLimits limits;
+  };
+
+  struct alignas(1024) SharedStorage {
+    alignas(1024) Element q[kBlockQ * kHeadDim];
+    alignas(1024) Element k[kStages][kBlockKv * kHeadDim];
+    alignas(1024) Element v[kStages][kBlockKv * kHeadDimV];
+    gpu::Barrier q_full[kConsumers], q_empty[kConsumers];
+    gpu::Ring<kStages> k_ring, v_ring;
+    TileInfo info[kInfoSlots];
+  };
+
+  static __device__ __forceinline__ TileInfo DescribeTile(const ForwardParams& p, int tile) {
+    const gpu::ScoreParams& s = p.score;
+    TileInfo info;
+    info.is_last = 0;
+    // Sections of (batch, head) pairs whose keys and values fit in L2; inside one, query tiles last
+    // to first, so that causal rows with most keys start early.
+    const int pairs = s.batch * s.num_q_heads;
+    const int per_section = p.pairs_per_section * p.num_q_tiles;
+    const int section = tile / per_section;
+    const int within = tile - section * per_section;
+    const int pairs_here = min(p.pairs_per_section, pairs - section * p.pairs_per_section);
+    const int from_last = within / pairs_here;
+    const int pair = section * p.pairs_per_section + within - from_last * pairs_here;
+    info.batch = pair / s.num_q_heads;
+    info.head = pair - info.batch * s.num_q_heads;
+    info.q_first = (p.num_q_tiles - 1 - from_last) * kBlockQ;
+    info.limits = gpu::LimitsOf(s, info.batch);
+    const gpu::EntryLimits& e = info.limits;
+    const int q_last = min(info.q_first + kBlockQ, e.q_length) - 1;
+    int lo_min = max(0, info.q_first + e.lo_shift), lo_max = max(0, q_last + e.lo_shift);
+    int hi_min = min(e.kv_length, info.q_first + e.hi_shift),
+        hi_max = min(e.kv_length, q_last + e.hi_shift);
+    info.is_elementwise = 0;
+    info.is_scattered = 0;
+    info.may_leak = 0;
+    if constexpr (kHasSegments) {
+      if (s.plan.blocks != nullptr && q_last >= info.q_first) {
+        const int num_blocks = (s.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
+        const gpu::PlanBlock* blocks =
+            s.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
+        gpu::PlanBlock sum = blocks[info.q_first / gpu::kPlanRows];
+        for (int i = info.q_first / gpu::kPlanRows + 1; i <= q_last / gpu::kPlanRows; ++i) {
+          const gpu::PlanBlock x = blocks[i];
+          sum.lo_min = min(sum.lo_min, x.lo_min);
+          sum.hi_max = max(sum.hi_max, x.hi_max);
+          sum.lo_max = max(sum.lo_max, x.lo_max);
+          sum.hi_min = min(sum.hi_min, x.hi_min);
+          sum.is_scattered |= x.is_scattered;
+        }
+        info.may_leak = sum.is_scattered || sum.lo_min < sum.lo_max || sum.hi_min < sum.hi_max;
+        info.is_scattered = sum.is_scattered;
+        lo_min = max(lo_min, sum.lo_min);
+        hi_max = min(hi_max, sum.hi_max);
+        lo_max = max(lo_max, sum.lo_max);
+        hi_min = min(hi_min, sum.hi_min);
+      }
+      info.is_elementwise = info.is_scattered;
+    }
+    if constexpr (kHasElements) {
+      info.is_elementwise |=
+          s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+    }
+    if (q_last < info.q_first) hi_max = lo_min;
+    info.kv_first = lo_min;
+    info.kv_end = hi_max;
+    info.num_kv_tiles = hi_max > lo_min ? (hi_max - lo_min + kBlockKv - 1) / kBlockKv : 0;
+    info.full_begin = lo_max;
+    // Rows past q_length see nothing, which only masks can tell.
+    const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);
+    info.full_end = info.is_elementwise || has_dead_rows ? 0 : hi_min;
+    return info;
+  }
+
+  // Producer
+  // ----------------------------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ void Produce(const ForwardParams& p,
+                                                 const CUtensorMap* q_tensor,
+                                                 const CUtensorMap* k_tensor,
+                                                 const CUtensorMap* v_tensor, SharedStorage& smem) {
+    const gpu::ScoreParams& s = p.score;
+    gpu::RingState<kStages> k_state, v_state;
+    k_state.phase = v_state.phase = 1;  // empty slots
+    int q_phase = 1, slot = 0;
+    int tile = blockIdx.x;
+    while (tile < p.num_tiles) {
+      const int next = gridDim.x + atomicAdd(p.next_tile, 1);
+      const TileInfo info = DescribeTile(p, tile);
+      const int q_entry = gpu::EntryOf(p.q_map, info.batch),
+                k_entry = gpu::EntryOf(p.k_map, info.batch),
+                v_entry = gpu::EntryOf(p.v_map, info.batch);
+      const int kv_head = info.head / s.group_size;
+      auto load_q = [&](int group) {
+        gpu::Wait(&smem.q_empty[group], q_phase);
+        if (group == 0) smem.info[slot] = info;
+        if (info.num_kv_tiles == 0) {
+          gpu::Arrive(&smem.q_full[group]);
+          return;
+        }
+        // A warpgroup past the last row gets some row: a box without any row would touch memory
+        // that is not ours.
+        const int first = info.q_first + group * 64;
+        gpu::ArriveExpect(&smem.q_full[group], 64 * kHeadDim * 2);
+        gpu::LoadRows<64, kHeadDim, kBoxCols, kBlockQ>(
+            smem.q + group * 64 * kBoxCols, q_tensor, &smem.q_full[group],
+            min(first, s.seqlen_q - 1), max(1, min(64, s.seqlen_q - first)), info.head, q_entry);
+      };
+      auto load_k = [&](int n) {
+        const int first = info.kv_first + n * kBlockKv;
+        gpu::Wait(&smem.k_ring.empty[k_state.stage], k_state.phase);
+        gpu::ArriveExpect(&smem.k_ring.full[k_state.stage], kBlockKv * kHeadDim * 2);
+        gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(
+            smem.k[k_state.stage], k_tensor, &smem.k_ring.full[k_state.stage], first,
+            min(kBlockKv, info.kv_end - first), kv_head, k_entry);
+        k_state.Next();
+      };
+      auto load_v = [&](int n) {
+        const int first = info.kv_first + n * kBlockKv;
+        gpu::Wait(&smem.v_ring.empty[v_state.stage], v_state.phase);
+        gpu::ArriveExpect(&smem.v_ring.full[v_state.stage], kBlockKv * kHeadDimV * 2);
+        gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(
+            smem.v[v_state.stage], v_tensor, &smem.v_ring.full[v_state.stage], first,
+            min(kBlockKv, info.kv_end - first), kv_head, v_entry);
+        v_state.Next();
+      };
+      load_q(0);
+      if (info.num_kv_tiles > 0) load_k(info.num_kv_tiles - 1);
+      for (int group = 1; group < kConsumers; ++group) load_q(group);
+      q_phase ^= 1;
+      slot = slot == kInfoSlots - 1 ? 0 : slot + 1;
+      for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
+        load_k(n);
+        load_v(n + 1);
+      }
+      if (info.num_kv_tiles > 0) load_v(0);
+      tile = next;
+    }
+    for (int group = 0; group < kConsumers; ++group) {
+      gpu::Wait(&smem.q_empty[group], q_phase);
+      if (group == 0) smem.info[slot].is_last = 1;
+      gpu::Arrive(&smem.q_full[group]);
+    }
+  }
+
+  // Consumers
+  // ---------------------------------------------------------------------------------------------------------
+
+  template <class Mma, class A, class B, class C>
+  static __device__ __forceinline__ void Gemm(Mma& mma, const A& a, const B& b, C& c,
+                                              bool accumulates) {
+    mma.accumulate_ = accumulates ? GMMA::ScaleOut::One : GMMA::ScaleOut::Zero;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < size<2>(a); ++k) {
+      cute::gemm(mma, a(_, _, k), b(_, _, k), c);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  }
+
+  static constexpr int kScoreRegs = kBlockKv / 2, kOutRegs = kHeadDimV / 2;
+
+  struct Rows {  // of this thread
+    int index[2];
+    int2 interval[2];
+  };
+
+  // Rows and keys beyond the operand repeat its last: their scores are masked or their rows not
+  // stored.
+  template <typename T>
+  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp,
+                                                 const gpu::ElementRules& rules, const Rows& rows,
+                                                 int first_col, float (&s)[kScoreRegs]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const T* bias = static_cast<const T*>(sp.bias.data) + rules.bias_at +
+                      min(rows.index[r], sp.seqlen_q - 1) * sp.bias_strides.row;
+#pragma unroll
+      for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int j = min(first_col + i * 8 + c, sp.seqlen_kv - 1);
+          s[i * 4 + r * 2 + c] +=
+              gpu::ToFloat(bias[sp.bias_strides.col == 0 ? 0 : j], sp.bias.dtype == DType::kBF16);
+        }
+      }
+    }
+  }
+
+  // Scores of one key tile: scale, bias and soft cap where they cannot be folded into the exponent,
+  // then masks.
+  static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
+                                                      float scale, float cap, bool is_transformed,
+                                                      const Rows& rows, int kv_first,
+                                                      float (&s)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const int col = 2 * (threadIdx.x % 4);
+    if (is_transformed) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
+      if constexpr (kHasElements) {
+        if (sp.bias.data != nullptr) {
+          const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, false);
+          if (sp.bias.dtype == DType::kF32) {
+            AddBias<float>(sp, rules, rows, kv_first + col, s);
+          } else {
+            AddBias<uint16_t>(sp, rules, rows, kv_first + col, s);
+          }
+        }
+      }
+      if (cap > 0.f) {
+        const float inverse = 1.f / cap;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
+      }
+    }
+    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int lo = rows.interval[r].x - kv_first - col;
+        const unsigned length = rows.interval[r].y - rows.interval[r].x;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& x = s[i * 4 + r * 2 + c];
+            x = static_cast<unsigned>(i * 8 + c - lo) < length ? x : -gpu::kInf;
+          }
+        }
+      }
+      if constexpr (kHasSegments) {
+        if (info.is_elementwise) {
+          const gpu::ElementRules rules =
+              gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
+          // Rolled loops over bits keep the code small: the registers themselves need constant
+          // indices.
+          uint32_t keep[(kScoreRegs + 31) / 32];
+#pragma unroll
+          for (int word = 0; word < (kScoreRegs + 31) / 32; ++word) {
+            keep[word] = 0;
+#pragma unroll 1
+            for (int bit = 0; bit < 32; ++bit) {
+              const int i = word * 32 + bit;
+              const int row = min(i & 2 ? rows.index[1] : rows.index[0], sp.seqlen_q - 1);
+              const int j = min(kv_first + i / 4 * 8 + col + i % 2, sp.seqlen_kv - 1);
+              keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
+                                                               : gpu::KeepSegment(rules, row, j))
+                            << bit;
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kScoreRegs; ++i)
+            s[i] = keep[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void Consume(const ForwardParams& p, SharedStorage& smem) {
+    const gpu::ScoreParams& sp = p.score;
+    const int thread = threadIdx.x - 128;
+    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
+    const int lane = threadIdx.x % 32;
+
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q), LayoutQ{});
+    Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), LayoutK{});
+    Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), LayoutVt{});
+    MmaQK mma_qk;
+    MmaPV mma_pv;
+    auto thread_qk = mma_qk.get_slice(thread);
+    auto thread_pv = mma_pv.get_slice(thread);
+    Tensor tSrQ = thread_qk.partition_fragment_A(sQ);
+    Tensor tSrK = thread_qk.partition_fragment_B(sK);
+    Tensor tOrV = thread_pv.partition_fragment_B(sVt);
+    Tensor tSrS = partition_fragment_C(mma_qk, Shape<Int<kBlockQ>, Int<kBlockKv>>{});
+    Tensor tOrO = partition_fragment_C(mma_pv, Shape<Int<kBlockQ>, Int<kHeadDimV>>{});
+    Tensor tOrP =
+        make_tensor<Element>(partition_shape_A(mma_pv, Shape<Int<kBlockQ>, Int<kBlockKv>>{}));
+    static_assert(size(tSrS) == kScoreRegs && size(tOrO) == kOutRegs && size(tOrP) == kScoreRegs);
+    float (&s)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tSrS.data());
+    float (&o)[kOutRegs] = *reinterpret_cast<float (*)[kOutRegs]>(tOrO.data());
+
+    auto convert = [&] {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) tOrP(i) = static_cast<Element>(s[i]);
+    };
+    auto release = [&](gpu::Barrier* bar) {
+      if (lane == 0) gpu::Arrive(bar);
+    };
+    constexpr int kPingPongBar = 1;
+    auto my_turn = [&] {
+      if constexpr (kPingPong) gpu::NamedSync(kPingPongBar + group, 256);
+    };
+    auto next_turn = [&] {
+      if constexpr (kPingPong) {
+        gpu::NamedArrive(kPingPongBar + (group == kConsumers - 1 ? 0 : group + 1), 256);
+      }
+    };
+    if (kPingPong && group == kConsumers - 1) gpu::NamedArrive(kPingPongBar, 256);
+
+    gpu::RingState<kStages> k_state, v_state;
+    int q_phase = 0, slot = 0;
+    while (true) {
+      gpu::Wait(&smem.q_full[group], q_phase);
+      q_phase ^= 1;
+      const TileInfo& info = smem.info[slot];
+      slot = slot == kInfoSlots - 1 ? 0 : slot + 1;
+      if (info.is_last) return;
+      const float scale = gpu::ScaleOf(sp, info.batch);
+      const float cap =
+          sp.logits_soft_cap.data == nullptr
+              ? 0.f
+              : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
+                                     gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
+      // The exponent takes the scale as a positive factor; anything else is applied to the scores
+      // first.
+      const bool is_transformed = sp.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
+                                  (kHasElements && sp.bias.data != nullptr);
+      const float factor = is_transformed ? gpu::kLog2e : scale * gpu::kLog2e;
+      Rows rows;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        rows.index[r] =
+            info.q_first + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4 + 8 * r;
+        rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, rows.index[r]);
+      }
+      gpu::RowStats stats;
+      float rescale[2];
+      if (info.num_kv_tiles > 0) {
+        int kv_first = info.kv_first + (info.num_kv_tiles - 1) * kBlockKv;
+        gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+        warpgroup_fence_operand(tSrS);
+        warpgroup_arrive();
+        Gemm(mma_qk, tSrQ, tSrK(_, _, _, k_state.stage), tSrS, false);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tSrS);
+        release(&smem.k_ring.empty[k_state.stage]);
+        k_state.Next();
+        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, s);
+        gpu::OnlineSoftmax(s, factor, stats, rescale);
+        convert();
+        bool accumulates = false;
+        for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
+          kv_first -= kBlockKv;
+          gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+          my_turn();
+          warpgroup_fence_operand(tSrS);
+          warpgroup_fence_operand(tOrP);
+          warpgroup_fence_operand(tOrO);
+          warpgroup_arrive();
+          Gemm(mma_qk, tSrQ, tSrK(_, _, _, k_state.stage), tSrS, false);
+          gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
+          Gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrO, accumulates);
+          accumulates = true;
+          next_turn();
+          warpgroup_wait<1>();
+          warpgroup_fence_operand(tSrS);
+          release(&smem.k_ring.empty[k_state.stage]);
+          k_state.Next();
+          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, s);
+          gpu::OnlineSoftmax(s, factor, stats, rescale);
+          // ptxas would move the wait in front of the softmax, which is to run under the value
+          // product: a branch that needs the sums holds it back. They are never negative.
+          if (stats.sum[0] + stats.sum[1] < 0.f) asm volatile("nanosleep.u32 0;");
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(tOrO);
+          warpgroup_fence_operand(tOrP);
+          release(&smem.v_ring.empty[v_state.stage]);
+          v_state.Next();
+          convert();
+          // Most key tiles leave every maximum of a warp's rows as it was.
+          if (__any_sync(0xffffffff, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+            for (int i = 0; i < kOutRegs; ++i) o[i] *= rescale[i / 2 % 2];
+          }
+        }
+        release(&smem.q_empty[group]);
+        gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
+        warpgroup_fence_operand(tOrP);
+        warpgroup_fence_operand(tOrO);
+        warpgroup_arrive();
+        Gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrO, accumulates);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tOrO);
+        release(&smem.v_ring.empty[v_state.stage]);
+        v_state.Next();
+      } else {
+        release(&smem.q_empty[group]);
+#pragma unroll
+        for (int i = 0; i < kOutRegs; ++i) o[i] = 0.f;
+      }
+      Finish(p, info, rows, stats, factor, o);
+    }
+  }
+
+  // Epilogue
+  // ----------------------------------------------------------------------------------------------------------
+
+  // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse
+  // -inf or its sink.
+  static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
+                                                const Rows& rows, gpu::RowStats& stats,
+                                                float factor, float (&o)[kOutRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const int lane = threadIdx.x % 32;
+    float norm[2];
+    bool is_nan = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = gpu::QuadSum(stats.sum[r]);
+      const bool is_empty = sum == 0.f;
+      float base = stats.max[r] * factor;  // in log2 units
+      float scale = 1.f;
+      if (sp.sinks.data != nullptr) {
+        const float sink =
+            gpu::kLog2e *
+            gpu::ReadFloat(sp.sinks,
+                           gpu::EntryOf(sp.sinks.batch, info.batch) * sp.num_q_heads + info.head);
+        const float top = fmaxf(base, sink);
+        if (top != -gpu::kInf) {
+          scale = gpu::Exp2(base - top);
+          sum = sum * scale + gpu::Exp2(sink - top);
+          base = top;
+        }
+      }
+      norm[r] = is_empty ? 0.f : scale / sum;
+      if (lane % 4 == 0 && rows.index[r] < sp.seqlen_q) {
+        const int64_t row =
+            (static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head) * sp.seqlen_q;
+        p.lse[row + rows.index[r]] = sum == 0.f ? -gpu::kInf : (base + __log2f(sum)) * gpu::kLn2;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kOutRegs; ++i) {
+      const float n = norm[i / 2 % 2];
+      o[i] = n == 0.f ? 0.f : o[i] * n;
+      if constexpr (kHasSegments) is_nan |= o[i] != o[i];
+    }
+    if constexpr (kHasSegments) {
+      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0) {
+        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.head, rows.index[0]};
+      }
+    }
+    Element* rows_to[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row =
+          (static_cast<int64_t>(info.batch) * sp.seqlen_q + rows.index[r]) * sp.num_q_heads +
+          info.head;
+      rows_to[r] = rows.index[r] < sp.seqlen_q ? static_cast<Element*>(p.out) + row * sp.head_dim_v
+                                               : nullptr;
+    }
+    gpu::StoreRows<Element>(o, rows_to, sp.head_dim_v);
+  }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    ForwardMain(const __grid_constant__ ForwardParams p,
+                const __grid_constant__ CUtensorMap q_tensor,
+                const __grid_constant__ CUtensorMap k_tensor,
+                const __grid_constant__ CUtensorMap v_tensor) {
+  extern __shared__ __align__(1024) char raw[];
+  auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Kernel::kConsumers; ++i) {
+      gpu::InitBarrier(&smem.q_full[i], 1);
+      gpu::InitBarrier(&smem.q_empty[i], 4);
+    }
+    for (int i = 0; i < Kernel::kStages; ++i) {
+      gpu::InitBarrier(&smem.k_ring.full[i], 1);
+      gpu::InitBarrier(&smem.k_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.v_ring.full[i], 1);
+      gpu::InitBarrier(&smem.v_ring.empty[i], 4 * Kernel::kConsumers);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
+    if (threadIdx.x == 0) Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, smem);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
+    Kernel::Consume(p, smem);
+  }
+}
+
+}  // namespace jax_fmha::sm90
