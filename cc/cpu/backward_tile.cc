@@ -275,7 +275,9 @@ JAX_FMHA_INLINE void SoftmaxRow(const RowTerms<T>& row, int64_t columns, T* s, T
       slope = T(1) - tanh * tanh;
       x = tanh * (row.soft_cap * kToLog2);
     }
-    Vec<T> p = Exp2<T>(x - lse2);
+    // Never above 1, though the rounding of huge logits may put one above its own lse. NaN stays.
+    const Vec<T> exponent = x - lse2;
+    Vec<T> p = Exp2<T>(exponent > Vec<T>{} ? Vec<T>{} : exponent);
     Vec<T> d = p * (Load(ds + c) - delta);
     if (kSoftCap) d *= slope;
     if (kMasked) {
