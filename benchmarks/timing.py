@@ -33,9 +33,9 @@ class Candidate:
 class Budget:
     """When a candidate has been measured enough."""
 
-    seconds: float = 1.5
+    seconds: float = 0.7
     min_turns: int = 2
-    max_turns: int = 7
+    max_turns: int = 5
 
 
 def measure(candidates: Sequence[Candidate], budget: Budget) -> None:

@@ -172,6 +172,7 @@ def _call(
 
 
 def _lower(ctx: Any, *args: Any, platform: str, **params: Any) -> Any:
+    _sharding.refuse_partially_manual(ctx)
     present = params["present"]
     results = result_shapes(present, ctx.avals_in, **_result_params(params))
     shapes = {name: x.shape for name, x in zip(present, ctx.avals_in, strict=True)}

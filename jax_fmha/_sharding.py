@@ -61,6 +61,18 @@ def mesh_sizes(ctx: Any) -> tuple[int, ...]:
     return tuple(mesh.shape.values()) if mesh is not None else ()
 
 
+def refuse_partially_manual(ctx: Any) -> None:
+    """XLA cannot partition a custom call over the axes that a shard_map leaves to it."""
+    context = ctx.module_context.axis_context
+    manual = getattr(context, "manual_axes", frozenset())
+    left = [a for a, size in context.mesh.shape.items() if size > 1 and a not in manual] if manual else []
+    if left:
+        raise NotImplementedError(
+            f"attention: inside a shard_map that is manual over {sorted(manual)} but not over {left}. Make it manual "
+            "over all mesh axes (leave out axis_names), or use jit with sharded operands."
+        )
+
+
 def match_varying_axes(args: Sequence[Any]) -> Sequence[Any]:
     """Inside shard_map: all operands vary over the mesh axes that any of them varies over."""
     return core.auto_insert_reshard(*args)
