@@ -23,7 +23,7 @@ def test_all_ones(T: int, S: int, dtype: str, implementation: str | None):
     f = lambda q, k, v: attention(q, k, v, scale=0.5, return_lse=True, implementation=implementation)  # noqa: E731
     (out, lse), pullback = vjp(f, q, k, v)
     eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(out, np.float64), 1, rtol=eps)
+    np.testing.assert_allclose(np.asarray(out, np.float64), 1, rtol=max(eps, 1e-5))
     np.testing.assert_allclose(lse, 0.5 * H + np.log(S), rtol=1e-6)
     dq, dk, dv = (np.asarray(x, np.float64) for x in pullback((jnp.ones_like(out), jnp.zeros_like(lse))))
     np.testing.assert_allclose(dv, T / S, rtol=max(eps, 1e-5))
