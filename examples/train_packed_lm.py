@@ -414,7 +414,7 @@ def arguments() -> argparse.Namespace:
     option("--corpus", type=Path, nargs="+", default=[], help="files or directories (the standard library)")
     option("--implementation", choices=("native", "xla"), default="native", help="of attention (%(default)s)")
     option("--compare", action="store_true", help="train with both implementations")
-    option("--steps", type=int, default=400)
+    option("--steps", type=int, default=300)
     option("--batch", type=int, default=1, help="rows per step (%(default)s)")
     option("--row-length", type=int, default=2048, help="bytes per row (%(default)s)")
     option("--width", type=int, default=128)
