@@ -99,8 +99,8 @@ def check(got: oracle.Results, case: Case, dtype: str) -> None:
     plus one rounding of the result.
 
     Gradients of bias and sinks are sums in which almost everything cancels (a bias that is constant over the keys has
-    gradient 0). They get one rounding of the residual out for each row sum <out, dout> in them, added up like noise; so do
-    gradients of query and key, once: where a row sees one or two keys, theirs cancel as well.
+    gradient 0). They get one rounding of the residual out for each row sum <out, dout> in them, added up like noise.
+    So do gradients of query and key, once: where a row sees one or two keys, theirs cancel as well.
     """
     want = expected(case, dtype)
     assert set(got) == set(want)

@@ -14,8 +14,8 @@ struct Selection {
   std::vector<std::pair<std::string, std::string>> refusals;  // (kernel, reason), in list order
 };
 
-// The first kernel of the list that takes the problem on the device. Every other kernel of the same pass is listed
-// with its reason, those behind the chosen one included.
+// The first kernel of the list that takes the problem on the device. Every other kernel of the same
+// pass is listed with its reason, those behind the chosen one included.
 Selection Select(const Problem& problem, const Device& device);
 
 // Unimplemented, naming each kernel's reason.

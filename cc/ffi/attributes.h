@@ -23,8 +23,9 @@ struct CallAttributes {
 
 }  // namespace jax_fmha::ffi
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jax_fmha::ffi::CallAttributes, xla::ffi::StructMember<bool>("is_causal"),
-    xla::ffi::StructMember<int64_t>("window_left"), xla::ffi::StructMember<int64_t>("window_right"),
-    xla::ffi::StructMember<bool>("deterministic"),
-    xla::ffi::StructMember<std::string_view>("implementation"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fmha::ffi::CallAttributes,
+                                      xla::ffi::StructMember<bool>("is_causal"),
+                                      xla::ffi::StructMember<int64_t>("window_left"),
+                                      xla::ffi::StructMember<int64_t>("window_right"),
+                                      xla::ffi::StructMember<bool>("deterministic"),
+                                      xla::ffi::StructMember<std::string_view>("implementation"));

@@ -7,7 +7,8 @@ namespace {
 
 namespace xffi = ::xla::ffi;
 
-// One row per operand: where its shape goes, where its pointer goes. `_ffi.py` passes them in this order.
+// One row per operand: where its shape goes, where its pointer goes. `_ffi.py` passes them in this
+// order.
 struct ArgRow {
   Spec Request::* spec;
   Operand Operands::* operand;
@@ -76,8 +77,8 @@ Spec SpecOf(const xffi::AnyBuffer& buffer) {
           std::vector<int64_t>(buffer.dimensions().begin(), buffer.dimensions().end())};
 }
 
-// Strides of an operand over the call's batch dimensions; dimensions that all operands would step alike are not
-// merged, since few calls have more than one.
+// Strides of an operand over the call's batch dimensions; dimensions that all operands would step
+// alike are not merged, since few calls have more than one.
 BatchMap MapOf(const std::vector<int64_t>& batch_shape, const std::vector<int64_t>& shape) {
   BatchMap map;
   int64_t entries = 1;
@@ -137,8 +138,8 @@ Status Decode(Pass pass, const CallAttributes& attributes, xffi::RemainingArgs a
   for (size_t i = 0; i < num_args; ++i) {
     const Spec& spec = request.*kArgs[i].spec;
     if (!spec.present()) continue;
-    call->operands.*kArgs[i].operand = {buffers[i].untyped_data(), spec.dtype,
-                                        MapOf(batch_shape, spec.shape)};
+    call->operands.*
+        kArgs[i].operand = {buffers[i].untyped_data(), spec.dtype, MapOf(batch_shape, spec.shape)};
   }
   for (size_t i = 0; i < num_results; ++i) {
     const Spec spec = SpecOf(result_buffers[i]);

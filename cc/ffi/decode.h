@@ -15,8 +15,8 @@ struct Call {
   int64_t workspace_bytes = 0;
 };
 
-// Operands and results come in the order of the tables in decode.cc; an absent one is an array of shape (0,).
-// The last result is the workspace.
+// Operands and results come in the order of the tables in decode.cc; an absent one is an array of
+// shape (0,). The last result is the workspace.
 Status Decode(Pass pass, const CallAttributes& attributes, xla::ffi::RemainingArgs args,
               xla::ffi::RemainingRets rets, Call* call);
 

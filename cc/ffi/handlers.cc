@@ -9,7 +9,8 @@ namespace {
 
 namespace xffi = ::xla::ffi;
 
-// decode -> validate -> select -> run. The workspace was asked for at lowering, for the device it was lowered on.
+// decode -> validate -> select -> run. The workspace was asked for at lowering, for the device it
+// was lowered on.
 Status Run(Pass pass, const CallAttributes& attributes, xffi::RemainingArgs args,
            xffi::RemainingRets rets, const Device& device, Launch launch) {
   Call call;

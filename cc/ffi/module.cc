@@ -1,4 +1,5 @@
-// The Python extension: registration capsules, and the trace-time questions (validate, select, workspace).
+// The Python extension: registration capsules, and the trace-time questions (validate, select,
+// workspace).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -76,11 +77,10 @@ Problem DescribeFrom(bool backward, nb::dict specs, nb::dict attributes) {
     if (spec == SpecsByName().end()) throw nb::key_error(nb::cast<std::string>(key).c_str());
     request.*spec->second = {FromName(dtype), std::move(shape)};
   }
-  request.attributes = {nb::cast<bool>(attributes["is_causal"]),
-                        nb::cast<int64_t>(attributes["window_left"]),
-                        nb::cast<int64_t>(attributes["window_right"]),
-                        nb::cast<bool>(attributes["deterministic"]),
-                        nb::cast<std::string>(attributes["implementation"])};
+  request.attributes = {
+      nb::cast<bool>(attributes["is_causal"]), nb::cast<int64_t>(attributes["window_left"]),
+      nb::cast<int64_t>(attributes["window_right"]), nb::cast<bool>(attributes["deterministic"]),
+      nb::cast<std::string>(attributes["implementation"])};
   Problem problem;
   Raise(Describe(request, &problem));
   return problem;
@@ -88,9 +88,9 @@ Problem DescribeFrom(bool backward, nb::dict specs, nb::dict attributes) {
 
 Device DeviceFrom(const std::string& platform, int compute_capability, int num_workers) {
   if (platform != "cpu" && platform != "cuda") {
-    PyErr_SetString(PyExc_NotImplementedError,
-                    ("attention: no kernel for platform \"" + platform +
-                     "\"; implementation=\"xla\" runs everywhere.").c_str());
+    PyErr_SetString(PyExc_NotImplementedError, ("attention: no kernel for platform \"" + platform +
+                                                "\"; implementation=\"xla\" runs everywhere.")
+                                                   .c_str());
     throw nb::python_error();
   }
   return {platform == "cpu" ? Platform::kCpu : Platform::kCuda, compute_capability, num_workers};
@@ -130,10 +130,13 @@ NB_MODULE(_core, m) {
       nb::arg("num_workers"),
       "Bytes of workspace. Raises NotImplementedError with every kernel's reason if none takes the "
       "problem.");
-  m.def("targets", [] {
-    nb::dict targets;
-    targets["jax_fmha_forward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuForward));
-    targets["jax_fmha_backward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuBackward));
-    return targets;
-  }, "{custom call target: capsule} for the CPU platform.");
+  m.def(
+      "targets",
+      [] {
+        nb::dict targets;
+        targets["jax_fmha_forward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuForward));
+        targets["jax_fmha_backward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuBackward));
+        return targets;
+      },
+      "{custom call target: capsule} for the CPU platform.");
 }

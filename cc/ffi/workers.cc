@@ -9,8 +9,9 @@
 namespace jax_fmha::ffi {
 namespace {
 
-// Shared by the caller and its helpers. A helper that the pool starts late, after all tasks are taken, still finds
-// it alive and leaves at once, so the caller never waits for the pool to become free (it may be a pool thread).
+// Shared by the caller and its helpers. A helper that the pool starts late, after all tasks are
+// taken, still finds it alive and leaves at once, so the caller never waits for the pool to become
+// free (it may be a pool thread).
 struct Shared {
   explicit Shared(int64_t n) : num_tasks(n) {}
 
