@@ -183,8 +183,8 @@ def _isolated_impl(x: Any, y: Any, isolated: Any, *, result: str) -> Any:
         return jnp.where(isolated, _product(result, x, y), 0)
     finite = jnp.isfinite(y)
     total = _product(result, jnp.where(isolated, x, 0), jnp.where(finite, y, 0))
-    everywhere = jnp.broadcast_to(isolated, jnp.broadcast_shapes(isolated.shape, x.shape))
-    reached = _product(result, everywhere.astype(x.dtype), (~finite).astype(y.dtype))
+    everywhere = jnp.where(isolated, jnp.ones_like(x), 0)  # ones_like: with x's sharding
+    reached = _product(result, everywhere, (~finite).astype(y.dtype))
     return jnp.where(reached > 0, jnp.nan, total)
 
 
