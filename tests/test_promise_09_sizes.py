@@ -73,7 +73,9 @@ def test_100000_one_token_segments():
     # Softmax over one key is constant; what is left of p * (dp - delta) is rounding.
     assert np.abs(dq).max() < 1e-5
     assert np.abs(dk).max() < 1e-5
-    assert seconds < 60, f"{seconds:.1f} s for 10^5 tokens"  # a loaded machine included; 10^10 pairs take many minutes
+    assert seconds < 60, (
+        f"{seconds:.1f} s for 10^5 tokens"
+    )  # a loaded machine included; 10^10 pairs take many minutes
 
 
 def test_100000_sequences_of_one_token():
