@@ -275,7 +275,9 @@ void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, cons
 
 extern const ForwardTile<float> kDecodeF32 = {
     kColumns<float>,
+    1,
     {PackQ<float, F16>, PackQ<float, BF16>, PackQ<float, float>, nullptr},
+    {nullptr, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr},
     {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>,
      StageBias<float, double>},
@@ -287,7 +289,9 @@ extern const ForwardTile<float> kDecodeF32 = {
 
 extern const ForwardTile<double> kDecodeF64 = {
     kColumns<double>,
+    1,
     {nullptr, nullptr, nullptr, PackQ<double, double>},
+    {nullptr, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr},
     {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>,
      StageBias<double, double>},

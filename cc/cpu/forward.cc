@@ -63,8 +63,8 @@ struct Tiling {
   int64_t tiles;   // per batch entry and key/value head
   int64_t splits;  // shares of the keys
   int64_t block_kv;
-  int64_t k_stride;  // of staged rows; 0 where they are read as stored
-  int64_t v_stride;
+  int64_t staged_keys;  // elements of a block of keys; 0 where they are read as stored
+  int64_t v_stride;     // of staged rows; 0 likewise
   int64_t max_panels;   // of a chunk
   int64_t unit_panels;  // of a unit, whose chunks each round up to whole panels; only when the keys
                         // are split
@@ -110,10 +110,10 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
   const int64_t possible = p.seqlen_kv / (staged ? kMinKeysPerSplit : kMinStoredKeysPerSplit);
   t.splits = p.has_segment_ids ? 1 : std::clamp<int64_t>(possible, 1, wanted);
 
-  t.k_stride = staged ? StagedStride(p.head_dim, element) : 0;
   t.v_stride = staged ? StagedStride(p.head_dim_v, element) : 0;
   const int64_t fit = kBlockBytes / ((StagedStride(width, element)) * element) / 48 * 48;
   t.block_kv = staged ? std::clamp(fit, kMinBlockKv, kMaxBlockKv) : kStoredBlockKv;
+  t.staged_keys = staged ? RoundUp(t.block_kv, tile.strip) * p.head_dim + tile.panel : 0;
   t.max_panels = CeilDiv(std::min(t.rows, p.seqlen_q) * t.group, panel);
   // A unit has one chunk, or up to three where a group ends within reach of its cuts.
   const int64_t unit_rows = t.tiles == 1 ? p.seqlen_q : t.rows * 3 / 2;
@@ -129,7 +129,7 @@ struct Scratch {
   T* o;                      // [heads][max_panels][head_dim_v][panel]
   T* m;                      // [heads][max_panels][panel]
   T* l;                      // [heads][max_panels][panel]
-  T* k;                      // [block_kv][k_stride]
+  T* k;                      // [block_kv / strip][head_dim][strip], and a vector more
   T* v;                      // [block_kv][v_stride]
   T* scores;                 // [block_kv][panel]
   T* bias;                   // [block_kv][panel]
@@ -152,7 +152,7 @@ struct Scratch {
     o = arena->Take<T>(t.heads * columns * p.head_dim_v);
     m = arena->Take<T>(t.heads * columns);
     l = arena->Take<T>(t.heads * columns);
-    k = arena->Take<T>(t.block_kv * t.k_stride);
+    k = arena->Take<T>(t.staged_keys);
     v = arena->Take<T>(t.block_kv * t.v_stride);
     scores = arena->Take<T>(block);
     bias = arena->Take<T>(p.has_bias ? block : 0);
@@ -468,6 +468,7 @@ class Forward {
         begin = std::lower_bound(at, at + end, q.min + band_.lo) - at;
         end = std::upper_bound(at + begin, at + end, q.max + band_.hi) - at;
         if (begin == end) return;
+        begin -= begin % tile_.strip;
       }
     }
     const int64_t columns = std::min<int64_t>(t_.panel, chunk.columns - panel * t_.panel);
@@ -500,9 +501,8 @@ class Forward {
     b.head_dim = p_.head_dim;
     b.head_dim_v = p_.head_dim_v;
     b.q = s->q + (i * chunk.panels + panel) * t_.panel * p_.head_dim;
-    b.k = s->k + begin * t_.k_stride;
+    b.k = s->k + begin * p_.head_dim;
     b.v = s->v + begin * t_.v_stride;
-    b.k_stride = t_.k_stride;
     b.v_stride = t_.v_stride;
     b.has_soft_cap = p_.has_logits_soft_cap;
     if (b.has_soft_cap) b.soft_cap = static_cast<T>(x_.logits_soft_cap.Float(unit.b) * kLog2E);
@@ -559,12 +559,11 @@ class Forward {
   // Staged when the first panel needs it: a mask may leave none.
   void StageBlock(const Unit& unit, int64_t head, Block* block, Scratch<T>* s) {
     block->staged = true;
-    const auto stage = tile_.stage_rows[storage_];
-    if (stage == nullptr) return;
-    stage(KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim), block->count,
-          p_.head_dim, s->k, t_.k_stride);
-    stage(KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v), block->count,
-          p_.head_dim_v, s->v, t_.v_stride);
+    if (tile_.stage_keys[storage_] == nullptr) return;
+    tile_.stage_keys[storage_](KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim),
+                               block->count, p_.head_dim, s->k);
+    tile_.stage_rows[storage_](KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v),
+                               block->count, p_.head_dim_v, s->v, t_.v_stride);
   }
 
   // The key positions that every column may attend, relative to `base`.

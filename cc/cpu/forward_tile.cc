@@ -53,6 +53,32 @@ void StageRows(const RowSet& rows, int64_t count, int64_t width, T* to, int64_t 
     WidenRow<T>(Row<In>(rows, i), width, T(1), to + i * to_stride);
 }
 
+template <typename T, typename In>
+void StageKeys(const RowSet& rows, int64_t count, int64_t width, T* to) {
+  constexpr int kL = kLanes<T>, kSquares = (kStripRows + kL - 1) / kL;
+  for (int64_t row = 0; row < count; row += kStripRows, to += width * kStripRows) {
+    const In* from[kStripRows];  // nobody reads what stands for rows past the last
+    for (int i = 0; i < kStripRows; ++i) from[i] = Row<In>(rows, Min(row + i, count - 1));
+    for (int64_t h = 0; h < width; h += kL) {
+      const int64_t columns = Min(kL, width - h);
+      Vec<T> x[kSquares][kL];
+      JAX_FMHA_UNROLL
+      for (int i = 0; i < kSquares * kL; ++i) {
+        x[i / kL][i % kL] = i >= kStripRows ? Vec<T>{}
+                            : columns == kL ? LoadAs(from[i] + h, T())
+                                            : LoadFirst<T>(from[i] + h, columns);
+      }
+      JAX_FMHA_UNROLL
+      for (int s = 0; s < kSquares; ++s) Transpose<T>(x[s]);
+      // In ascending order, for the lanes past a strip's rows fall on what comes next.
+      for (int64_t i = 0; i < columns; ++i) {
+        JAX_FMHA_UNROLL
+        for (int s = 0; s < kSquares; ++s) Store(to + (h + i) * kStripRows + s * kL, x[s][i]);
+      }
+    }
+  }
+}
+
 // ---- bias and mask ----
 
 template <typename T, typename In>
@@ -98,19 +124,23 @@ MaskKind StageMask(const ScoreOperand& mask, LaneInt<T>* to) {
 // S^T = K Q^T.
 template <typename T, int V>
 void Scores(const PanelBlock<T>& b) {
-  ForRowBlocks<V>(b.keys, [&](auto rows, int64_t row) {
-    constexpr int M = decltype(rows)::value;
-    Vec<T> c[M][V];
-    Clear(c);
-    MultiplyAdd<Layout::kRows, M, V, T>(b.head_dim, b.k + row * b.k_stride, b.k_stride, b.q,
-                                        kPanel<T>, c);
-    T* to = b.scores + row * kPanel<T>;
-    JAX_FMHA_UNROLL
-    for (int m = 0; m < M; ++m) {
+  constexpr int kRows = kBlockRows<V>;
+  static_assert(kRows % kStripRows == 0);
+  for (int64_t row = 0; row < b.keys; row += kRows) {
+    WithConstant<kRows>(Min(kRows, b.keys - row), [&](auto rows) {
+      constexpr int M = decltype(rows)::value;
+      Vec<T> c[M][V];
+      Clear(c);
+      MultiplyAdd<Layout::kStrips, M, V, T>(b.head_dim, b.k + row * b.head_dim,
+                                            b.head_dim * kStripRows, b.q, kPanel<T>, c);
+      T* to = b.scores + row * kPanel<T>;
       JAX_FMHA_UNROLL
-      for (int v = 0; v < V; ++v) Store(to + m * kPanel<T> + v * kLanes<T>, c[m][v]);
-    }
-  });
+      for (int m = 0; m < M; ++m) {
+        JAX_FMHA_UNROLL
+        for (int v = 0; v < V; ++v) Store(to + m * kPanel<T> + v * kLanes<T>, c[m][v]);
+      }
+    });
+  }
 }
 
 // Bias, soft cap and masks for one vector of scores: key j, columns from `c` on.
@@ -265,7 +295,9 @@ void Finish(const PanelState<T>& state, const T* sinks, int64_t head_dim_v, cons
 
 extern const ForwardTile<float> kForwardF32 = {
     kPanel<float>,
+    kStripRows,
     {PackQ<float, F16>, PackQ<float, BF16>, PackQ<float, float>, nullptr},
+    {StageKeys<float, F16>, StageKeys<float, BF16>, StageKeys<float, float>, nullptr},
     {StageRows<float, F16>, StageRows<float, BF16>, StageRows<float, float>, nullptr},
     {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>,
      StageBias<float, double>},
@@ -277,7 +309,9 @@ extern const ForwardTile<float> kForwardF32 = {
 
 extern const ForwardTile<double> kForwardF64 = {
     kPanel<double>,
+    kStripRows,
     {nullptr, nullptr, nullptr, PackQ<double, double>},
+    {nullptr, nullptr, nullptr, StageKeys<double, double>},
     {nullptr, nullptr, nullptr, StageRows<double, double>},
     {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>,
      StageBias<double, double>},

@@ -76,9 +76,8 @@ struct PanelBlock {
   const T* q;     // [head_dim][kPanel], times scale * log2(e)
   RowSet k_rows;  // as stored; for tables that do not stage
   RowSet v_rows;
-  const T* k;  // staged [keys][k_stride]
+  const T* k;  // staged [keys / strip][head_dim][strip]
   const T* v;  // staged [keys][v_stride]
-  int64_t k_stride;
   int64_t v_stride;
   const T* bias;                   // [keys][kPanel], times log2(e), or null
   const LaneInt<T>* mask;          // [keys][kPanel] all bits set to keep, or null
@@ -96,12 +95,16 @@ enum class MaskKind { kNone, kSome, kAll };  // how much of a panel a mask keeps
 template <typename T>
 struct ForwardTile {
   int panel;  // kPanel: columns of a full panel
+  int strip;  // keys that are staged side by side; a panel's keys begin at a multiple
 
   // Query columns to panels, times `factor`. Column c is element (c % group) * head_dim of row c /
   // group.
   void (*pack_q[kNumStorages])(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim,
                                T factor, T* panels);
-  // Rows to T, one after another. Null where attend reads rows as they are stored.
+  // Keys to T, in strips; may write a vector past the last. Null where attend reads rows as they
+  // are stored.
+  void (*stage_keys[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to);
+  // Rows to T, one after another; likewise.
   void (*stage_rows[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to,
                                    int64_t to_stride);
   // bias * log2(e) as [keys][kPanel]; columns past the last are 0. `scratch` holds kLanes * keys

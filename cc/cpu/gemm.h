@@ -1,8 +1,9 @@
 // Micro-kernels: small blocks C[M rows][V vectors] = sum_k A(m, k) B(k, n), held in registers.
 //
-// B is a panel: row k is V vectors at b + k * ldb. A is read one element at a time and broadcast,
-// either along its rows (k contiguous) or along its columns (m contiguous). What becomes of C is
-// the caller's business.
+// B is a panel: row k is V vectors at b + k * ldb. A is read one element at a time and broadcast:
+// along its rows (k contiguous), along its columns (m contiguous), or from strips, which interleave
+// the rows of a block so that it reads one stream of memory. What becomes of C is the caller's
+// business.
 #pragma once
 
 #include "cc/cpu/simd.h"
@@ -27,9 +28,20 @@ inline constexpr int kPanel = kPanelVectors * kLanes<T>;
 template <int V>
 inline constexpr int kBlockRows = kRegisters == 32 ? 24 / V : 12 / V;
 
-enum class Layout { kRows, kColumns };
+// Rows of a strip: every block is whole strips.
+inline constexpr int kStripRows = kBlockRows<kPanelVectors>;
 
-// A(m, k) is a[m * lda + k] (kRows) or a[k * lda + m] (kColumns). Starts from what c holds.
+enum class Layout { kRows, kColumns, kStrips };
+
+// Where A(m, k) is: lda counts from row to row, from column to column, or from strip to strip.
+template <Layout kLayout>
+JAX_FMHA_INLINE constexpr int64_t Offset(int64_t m, int64_t k, int64_t lda) {
+  return kLayout == Layout::kRows      ? m * lda + k
+         : kLayout == Layout::kColumns ? k * lda + m
+                                       : m / kStripRows * lda + k * kStripRows + m % kStripRows;
+}
+
+// Starts from what c holds.
 template <Layout kLayout, int M, int V, typename T>
 JAX_FMHA_INLINE void MultiplyAdd(int64_t depth, const T* __restrict a, int64_t lda,
                                  const T* __restrict b, int64_t ldb, Vec<T> (&c)[M][V]) {
@@ -39,7 +51,7 @@ JAX_FMHA_INLINE void MultiplyAdd(int64_t depth, const T* __restrict a, int64_t l
     for (int v = 0; v < V; ++v) row[v] = Load(b + k * ldb + v * kLanes<T>);
     JAX_FMHA_UNROLL
     for (int m = 0; m < M; ++m) {
-      const Vec<T> x = Set(kLayout == Layout::kRows ? a[m * lda + k] : a[k * lda + m]);
+      const Vec<T> x = Set(a[Offset<kLayout>(m, k, lda)]);
       JAX_FMHA_UNROLL
       for (int v = 0; v < V; ++v) c[m][v] += x * row[v];
     }
