@@ -189,7 +189,6 @@ def _kernel_for(
     mask_value: float,
     q_seq_shards: int,
 ) -> SplashAttentionKernel:
-    check_kind("splash attention", "config", config, SplashConfig)
     check_mask_value("splash attention", mask_value)
     config = SplashConfig.get_default() if config is None else config
     return SplashAttentionKernel(
@@ -238,6 +237,7 @@ def _make_splash_attention(
       q_seq_shards: pieces of the query rows under shard_map.
     """
     del downcast_smem_data, partial_mask_blocks_dtype
+    check_kind("splash attention", "config", config, SplashConfig)
     _expect_one_mask(mask)
     if config is not None and config.qk_diag_skip and not isinstance(mask, mask_lib.CausalMask):
         raise ValueError(
@@ -281,6 +281,7 @@ def _make_dynamic_splash_attention(
       partial_mask_blocks_dtype: a hint of the same kind.
     """
     del downcast_smem_data, partial_mask_blocks_dtype
+    check_kind("splash attention", "config", config, SplashConfig)
     if (mesh is None) != (mask_spec is None):
         raise ValueError("splash attention: mesh and mask_spec: expected both or neither.")
     _expect_one_mask(mask)
