@@ -1,5 +1,4 @@
-"""`jax_fmha.tpu.splash_attention` against the Pallas TPU kernel in interpret mode, and against its own "
-"reference."""
+"""`jax_fmha.tpu.splash_attention` against the Pallas TPU kernel in interpret mode, and against its own reference."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ def every_third(m: Any) -> Any:
 
 
 def load_balanced(m: Any) -> Any:
-    """The rule of a causal mask by a class of its own, and rows in zig-zag order, as context parallelism "
-    "has them."""
+    """The rule of a causal mask by a class of its own, and rows in zig-zag order, as context parallelism has them."""
 
     class LoadBalanced(m._ComputableMask):
         def __init__(self, shape: tuple[int, int]):
@@ -123,8 +121,7 @@ def operands(seed: int = 0, heads: int = N, kv_heads: int = K, sinks: bool = Fal
 
 
 def segments(seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Ids -1, 0 and 1, packed in ascending order: under causal and local masks every row keeps its "
-    "diagonal."""
+    """Ids -1, 0 and 1, packed in ascending order: under causal and local masks every row keeps its diagonal."""
     row = np.sort(np.random.RandomState(seed).randint(-1, 2, T)).astype(np.int32)
     return jnp.asarray(row), jnp.asarray(row)
 
@@ -293,8 +290,7 @@ def test_rows_without_keys() -> None:
 
 
 def test_statically_empty_mask() -> None:
-    """Nothing is allowed at all, by a band whose limits cross and by a dense mask: zeros. The original "
-    "stops."""
+    """Nothing is allowed at all, by a band whose limits cross and by a dense mask: zeros. The original stops."""
     arrays = operands()
     crossing = [our_mask.CausalMask((T, T)) & local(our_mask, 0, None, 5)] * N
     for masks in (crossing, np.zeros((N, T, T), bool)):

@@ -1,5 +1,4 @@
-"""Splash kernels inside shard_map on four devices, as training code calls them: `shard_map(vmap(kernel, "
-"...))`."""
+"""Splash kernels inside shard_map on four devices, as training code calls them: `shard_map(vmap(kernel, ...))`."""
 
 from __future__ import annotations
 
