@@ -73,8 +73,7 @@ def initialize(config: Config) -> Parameters:
 
 
 def packed_batch(config: Config) -> tuple[jax.Array, jax.Array]:
-    """(tokens, segment ids) int32 `[batch, length]`: several documents a row, padding with id 0 at the "
-    "end."""
+    """(tokens, segment ids) int32 `[batch, length]`: several documents a row, padding with id 0 at the end."""
     random = np.random.default_rng(1)
     shape = (config.batch, config.length)
     tokens = random.integers(0, config.vocabulary, shape)
@@ -84,8 +83,7 @@ def packed_batch(config: Config) -> tuple[jax.Array, jax.Array]:
 
 
 def make_attention(library: str, config: Config, mesh: jax.sharding.Mesh, *, is_local: bool) -> Any:
-    """A function of query, key, value `[batch, heads, length, head_dim]` and segment ids, for one kind of "
-    "layer."""
+    """A function of query, key, value `[batch, heads, length, head_dim]` and segment ids, for one kind of layer."""
     splash = load(library)
     shape = (config.length, config.length)
     mask = splash.LocalMask(shape, (config.window - 1, 0), 0) if is_local else splash.CausalMask(shape)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 EMPTY, FULL, FIRST_PARTIAL = 0, 1, 2
+
+TILE = (128, 128)
+
+# Pairs that are evaluated together on the host: bounds the temporaries of a rule, whatever T and S are.
+_PAIRS_AT_A_TIME = 1 << 20
 
 
 class SegmentIds(NamedTuple):
@@ -30,8 +37,9 @@ class SegmentIds(NamedTuple):
 class TileMask:
     """A bool mask in tiles: kernels skip empty tiles, do not look into full ones, and read bits in partial ones.
 
-    Memory is 4 bytes per tile and one bit per pair of each distinct partial tile, not O(T*S) bytes; equal partial
-    tiles are stored once. Pass it as `mask=` to `attention`.
+    Memory is 4 bytes per tile and one bit per pair of each partial tile, not O(T*S) bytes. Made in host memory, equal
+    partial tiles are stored once; made from a `jax.Array`, which may be traced, every tile has its bits. Pass it as
+    `mask=` to `attention`.
 
     Attributes:
       tiles: int32 `[*batch|1, N|1, ceil(T / rows), ceil(S / cols)]`: 0 nothing may attend, 1 everything may, 2 + p
@@ -48,55 +56,65 @@ class TileMask:
         cls,
         functions: Sequence[Callable[[np.ndarray, np.ndarray], np.ndarray]],
         shape: tuple[int, int],
-        tile: tuple[int, int] = (128, 128),
+        tile: tuple[int, int] = TILE,
     ) -> TileMask:
-        """Evaluates masks tile by tile, in numpy, one row of tiles at a time.
+        """Evaluates masks in numpy, a few tiles at a time.
 
         Args:
           functions: one per query head, or a single one for all: takes row numbers `[rows, 1]` and column numbers
-            `[1, S]`, gives bool `[rows, S]` (or broadcastable), True where attended. Equal ones are evaluated once.
+            `[1, cols]`, gives bool `[rows, cols]` (or broadcastable), True where attended. Equal ones are evaluated
+            once.
           shape: (T, S).
           tile: (rows, cols) of a tile; cols a multiple of 8.
         """
-        builder = _Builder(shape, tile)
-        seqlen_q, seqlen_kv = shape
-        cols = np.arange(seqlen_kv)[None, :]
-        done: dict[Any, np.ndarray] = {}
-        for function in functions:
-            if function not in done:
-                stripes = (
-                    np.broadcast_to(
-                        np.asarray(function(rows, cols), bool),
-                        (len(rows), seqlen_kv),
-                    )
-                    for rows in (
-                        np.arange(start, min(start + tile[0], seqlen_q))[:, None]
-                        for start in range(0, seqlen_q, tile[0])
-                    )
-                )
-                done[function] = builder.classify(stripes)
-        return builder.finish([done[function] for function in functions])
+
+        def reader(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Reader:
+            return lambda rows, cols: function(
+                np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop)[None, :]
+            )
+
+        readers = {function: reader(function) for function in functions}
+        return cls.from_readers([readers[function] for function in functions], shape, tile)
 
     @classmethod
-    def from_array(cls, mask: np.ndarray, tile: tuple[int, int] = (128, 128)) -> TileMask:
-        """From a dense bool array `[N|1, T, S]` in host memory."""
-        mask = np.asarray(mask)
-        if mask.dtype != bool or mask.ndim != 3:
+    def from_readers(
+        cls, readers: Sequence[Reader], shape: tuple[int, int], tile: tuple[int, int] = TILE
+    ) -> TileMask:
+        """Like `from_functions`, from functions of two slices, as a mask in memory would be indexed."""
+        builder = _Builder(shape, tile)
+        done = {reader: builder.classify(reader) for reader in dict.fromkeys(readers)}
+        heads = readers[:1] if len(done) == 1 else readers
+        tiles = np.array([done[reader] for reader in heads], np.int32)
+        return cls(tiles.reshape(len(heads), *builder.grid), builder.bits())
+
+    @classmethod
+    def from_array(cls, mask: np.ndarray | jax.Array, tile: tuple[int, int] = TILE) -> TileMask:
+        """From a dense bool array `[*batch, N|1, T, S]`.
+
+        Args:
+          mask: a numpy array is read on the host, and its partial tiles are stored once. A `jax.Array`, also a traced
+            one, is classified and packed where it lives; a shape cannot depend on its values, so that bits are kept
+            for every tile: an eighth of the array.
+          tile: (rows, cols) of a tile; cols a multiple of 8.
+        """
+        if mask.dtype != bool or mask.ndim < 3:
             raise ValueError(
-                f"attention: mask: expected bool [N|1, T, S] in host memory, got {list(mask.shape)} {mask.dtype}."
+                f"attention: mask: expected bool [*batch, N|1, T, S], got {list(mask.shape)} {mask.dtype}. Cast it "
+                "with `!= 0`, and add dimensions of size 1."
             )
-        builder = _Builder(mask.shape[1:], tile)
-        return builder.finish(
-            [
-                builder.classify(head[start : start + tile[0]] for start in range(0, head.shape[0], tile[0]))
-                for head in mask
-            ]
-        )
+        if isinstance(mask, jax.Array):
+            return number_tiles(*pack_tiles(mask, tile))
+        *leading, seqlen_q, seqlen_kv = mask.shape
+        heads = mask.reshape(math.prod(leading), seqlen_q, seqlen_kv)
+        builder = _Builder((seqlen_q, seqlen_kv), tile)
+        tiles = [builder.classify(lambda rows, cols, head=head: head[rows, cols]) for head in heads]
+        return cls(np.array(tiles, np.int32).reshape(*leading, *builder.grid), builder.bits())
 
     def dense(self, seqlen_q: int, seqlen_kv: int) -> jax.Array:
         """The mask as bool `[*batch|1, N|1, T, S]`: O(T*S) memory, for `implementation="xla"` and tests."""
         rows, cols = self.bits.shape[-2], self.bits.shape[-1] * 8
-        partial = jnp.unpackbits(self.bits, axis=-1, bitorder="little").astype(bool)
+        partial = (jnp.asarray(self.bits)[..., None] >> jnp.arange(8, dtype=jnp.uint8)) & 1 != 0
+        partial = partial.reshape(*self.bits.shape[:-1], cols)
         constant = [jnp.full((*partial.shape[:-3], 1, rows, cols), value) for value in (False, True)]
         table = jnp.concatenate([*constant, partial], axis=-3)
         batch = np.broadcast_shapes(self.tiles.shape[:-3], table.shape[:-3])
@@ -110,38 +128,102 @@ class TileMask:
         return whole[..., :seqlen_q, :seqlen_kv]
 
 
+def _grid(shape: Sequence[int], tile: tuple[int, int]) -> tuple[int, int]:
+    """(tile rows, tile columns)"""
+    rows, cols = tile
+    if rows < 1 or cols < 8 or cols % 8:
+        raise ValueError(
+            f"attention: mask: expected tiles of (rows, a multiple of 8 columns), got {tile}. The default is {TILE}."
+        )
+    return -(-shape[0] // rows), -(-shape[1] // cols)
+
+
+def _whole_bytes(seqlen_kv: int, cols: int) -> np.ndarray:
+    """uint8 `[tile columns, cols / 8]`: a row that attends everything; what lies past S is not set."""
+    columns = -(-seqlen_kv // cols) * cols
+    return np.packbits(np.arange(columns) < seqlen_kv, bitorder="little").reshape(-1, cols // 8)
+
+
+# In host memory -------------------------------------------------------------------------------------------------------
+
+Reader = Callable[[slice, slice], Any]
+
+
 class _Builder:
-    """Collects distinct partial tiles while heads are classified."""
+    """Collects distinct partial tiles while masks of one shape are classified."""
 
-    def __init__(self, shape: tuple[int, ...], tile: tuple[int, int]):
-        self.rows, self.cols = tile
-        if self.rows < 1 or self.cols < 8 or self.cols % 8:
-            raise ValueError(
-                f"attention: mask: expected tiles of (rows, a multiple of 8 columns), got {tile}."
-            )
-        self.grid = tuple(-(-size // edge) for size, edge in zip(shape, tile, strict=True))
-        self.numbers: dict[bytes, int] = {}
+    def __init__(self, shape: Sequence[int], tile: tuple[int, int]):
+        self.shape = tuple(shape)
+        self.tile = tile
+        self.grid = _grid(shape, tile)
+        self._numbers: dict[bytes, int] = {}
 
-    def classify(self, stripes: Iterable[np.ndarray]) -> np.ndarray:
-        """Tile classes of one head, from its rows of tiles in order."""
+    def classify(self, read: Reader) -> np.ndarray:
+        """int32 `[tile rows, tile columns]` of one mask."""
+        (rows, cols), (seqlen_q, seqlen_kv) = self.tile, self.shape
         tiles = np.zeros(self.grid, np.int32)
-        for i, stripe in enumerate(stripes):
-            for j in range(self.grid[1]):
-                block = stripe[:, j * self.cols : (j + 1) * self.cols]
-                if block.all():
-                    tiles[i, j] = FULL
-                elif block.any():
-                    tiles[i, j] = self._number(block)
+        together = max(1, _PAIRS_AT_A_TIME // (rows * cols))
+        for i in range(self.grid[0]):
+            below = slice(i * rows, min((i + 1) * rows, seqlen_q))
+            for j in range(0, self.grid[1], together):
+                across = slice(j * cols, min((j + together) * cols, seqlen_kv))
+                block = np.asarray(read(below, across))
+                if block.dtype != bool:
+                    raise ValueError(
+                        f"attention: mask: expected bool from its rule, got {block.dtype}. Compare with `!= 0`."
+                    )
+                shape = (below.stop - below.start, across.stop - across.start)
+                tiles[i, j : j + together] = self._classes(np.broadcast_to(block, shape))
         return tiles
 
-    def _number(self, block: np.ndarray) -> int:
-        padded = np.zeros((self.rows, self.cols), bool)
-        padded[: block.shape[0], : block.shape[1]] = block
-        packed = np.packbits(padded, axis=-1, bitorder="little").tobytes()
-        return self.numbers.setdefault(packed, FIRST_PARTIAL + len(self.numbers))
+    def bits(self) -> np.ndarray:
+        """uint8 `[P, rows, cols / 8]` of all partial tiles so far."""
+        rows, cols = self.tile
+        joined = np.frombuffer(b"".join(self._numbers), np.uint8)
+        return joined.reshape(len(self._numbers), rows, cols // 8)
 
-    def finish(self, heads: Sequence[np.ndarray]) -> TileMask:
-        shared = all(head is heads[0] for head in heads)
-        tiles = np.stack(heads[:1] if shared else heads) if heads else np.zeros((0, *self.grid), np.int32)
-        bits = np.frombuffer(b"".join(self.numbers), np.uint8)
-        return TileMask(tiles, bits.reshape(len(self.numbers), self.rows, self.cols // 8))
+    def _classes(self, block: np.ndarray) -> np.ndarray:
+        """Classes of a few tiles side by side; partial ones that are new get the next number."""
+        (rows, cols), (height, width) = self.tile, block.shape
+        whole = _whole_bytes(width, cols)
+        packed = np.zeros((rows, whole.size), np.uint8)
+        packed[:height, : -(-width // 8)] = np.packbits(block, axis=1, bitorder="little")
+        packed = packed.reshape(rows, *whole.shape)
+        full = (packed[:height] == whole).all((0, 2))
+        classes = np.where(full, FULL, EMPTY)
+        for t in np.flatnonzero(packed.any((0, 2)) & ~full):
+            bits = packed[:, t].tobytes()
+            classes[t] = self._numbers.setdefault(bits, FIRST_PARTIAL + len(self._numbers))
+        return classes
+
+
+# On the device --------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="tile")
+def pack_tiles(mask: jax.Array, tile: tuple[int, int] = TILE) -> tuple[jax.Array, jax.Array]:
+    """Classes and bits of every tile of a bool array `[*batch, T, S]`, concrete or traced.
+
+    Returns:
+      int32 `[*batch, tile rows, tile columns]`: `EMPTY`, `FULL` or `FIRST_PARTIAL`.
+      uint8 `[*batch, tile rows, tile columns, rows, cols / 8]`.
+    """
+    rows, cols = tile
+    *leading, seqlen_q, seqlen_kv = mask.shape
+    grid = _grid((seqlen_q, seqlen_kv), tile)
+    missing = [(0, 0)] * len(leading) + [(0, grid[0] * rows - seqlen_q), (0, grid[1] * cols - seqlen_kv)]
+    packed = jnp.packbits(jnp.pad(mask, missing), axis=-1, bitorder="little")
+    packed = packed.reshape(*leading, grid[0], rows, grid[1], cols // 8)
+    outside = (np.arange(grid[0] * rows) >= seqlen_q).reshape(grid[0], rows, 1, 1)
+    full = (outside | (packed == _whole_bytes(seqlen_kv, cols))).all((-3, -1))
+    some = (packed != 0).any((-3, -1))
+    classes = jnp.where(full, FULL, jnp.where(some, FIRST_PARTIAL, EMPTY))
+    return classes.astype(jnp.int32), jnp.swapaxes(packed, -3, -2)
+
+
+def number_tiles(classes: jax.Array, bits: jax.Array) -> TileMask:
+    """The mask of `[*batch, N|1, T, S]` that `pack_tiles` has packed, or of some of its heads or rows of tiles."""
+    heads_and_grid = classes.shape[-3:]
+    number = jnp.arange(math.prod(heads_and_grid), dtype=jnp.int32).reshape(heads_and_grid)
+    tiles = jnp.where(classes == FIRST_PARTIAL, FIRST_PARTIAL + number, classes)
+    return TileMask(tiles, bits.reshape(*classes.shape[:-3], number.size, *bits.shape[-2:]))

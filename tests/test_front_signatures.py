@@ -1,5 +1,4 @@
-"""The fronts against the installed originals, by inspection: names, order, kinds and defaults of "
-"arguments."""
+"""The fronts against the installed originals, by inspection: names, order, kinds and defaults of arguments."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def test_splash_block_sizes() -> None:
 
 
 def test_splash_kernel_call() -> None:
-    """The original's kernel passes its arguments on to a function that also takes the mask and the "
-    "options."""
+    """The original's kernel passes its arguments on to a function that also takes the mask and the options."""
     inner = parameters(original_splash.splash_attention_kernel._splash_attention)
     theirs = [(name, default) for name, kind, default in inner if kind != inspect.Parameter.KEYWORD_ONLY]
     ours = [

@@ -1,5 +1,4 @@
-"""`jax_fmha.tpu.flash_attention` against the Pallas TPU kernel in interpret mode, and against its own "
-"reference."""
+"""`jax_fmha.tpu.flash_attention` against the Pallas TPU kernel in interpret mode, and against its own reference."""
 
 from __future__ import annotations
 

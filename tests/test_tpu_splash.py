@@ -1,5 +1,4 @@
-"""`jax_fmha.tpu.splash_attention` against the Pallas TPU kernel in interpret mode, and against its own "
-"reference."""
+"""`jax_fmha.tpu.splash_attention` against the Pallas TPU kernel in interpret mode, and against its own reference."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as original_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as original_mask
 
+import jax_fmha
 from jax_fmha.tpu import tokamax_splash_attention
 from jax_fmha.tpu.splash_attention import splash_attention_kernel as our_kernel
 from jax_fmha.tpu.splash_attention import splash_attention_mask as our_mask
@@ -42,8 +42,7 @@ def every_third(m: Any) -> Any:
 
 
 def load_balanced(m: Any) -> Any:
-    """The rule of a causal mask by a class of its own, and rows in zig-zag order, as context parallelism "
-    "has them."""
+    """The rule of a causal mask by a class of its own, and rows in zig-zag order, as context parallelism has them."""
 
     class LoadBalanced(m._ComputableMask):
         def __init__(self, shape: tuple[int, int]):
@@ -122,8 +121,7 @@ def operands(seed: int = 0, heads: int = N, kv_heads: int = K, sinks: bool = Fal
 
 
 def segments(seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    """Ids -1, 0 and 1, packed in ascending order: under causal and local masks every row keeps its "
-    "diagonal."""
+    """Ids -1, 0 and 1, packed in ascending order: under causal and local masks every row keeps its diagonal."""
     row = np.sort(np.random.RandomState(seed).randint(-1, 2, T)).astype(np.int32)
     return jnp.asarray(row), jnp.asarray(row)
 
@@ -292,8 +290,7 @@ def test_rows_without_keys() -> None:
 
 
 def test_statically_empty_mask() -> None:
-    """Nothing is allowed at all, by a band whose limits cross and by a dense mask: zeros. The original "
-    "stops."""
+    """Nothing is allowed at all, by a band whose limits cross and by a dense mask: zeros. The original stops."""
     arrays = operands()
     crossing = [our_mask.CausalMask((T, T)) & local(our_mask, 0, None, 5)] * N
     for masks in (crossing, np.zeros((N, T, T), bool)):
@@ -336,18 +333,78 @@ def forwards(f: Callable[..., Any], *args: Any) -> list[dict[str, Any]]:
 def test_structure_reaches_the_kernel_as_structure(name: str) -> None:
     kernel = ours(MASKS[name](our_mask))
     calls = forwards(lambda a: kernel(**a, segment_ids=our_kernel.SegmentIds(*segments())), operands())
-    assert any("mask" in call for call in calls) == (name not in STRUCTURED)
+    assert any("mask_tiles" in call for call in calls) == (name not in STRUCTURED)
+    assert not any("mask" in call for call in calls)
     if name in STRUCTURED:
         assert all(leaf.size <= 2 * T for leaf in jax.tree.leaves(kernel))
     assert len(calls) == (2 if name in ("alternating", "unevenly_grouped", "computable_and_causal") else 1)
 
 
 def test_equal_masks_are_evaluated_once() -> None:
-    """One [1, T, S] mask for all heads, whether they share the object or only say that they are equal."""
-    kernel = ours([every_third(our_mask)] * N)
-    assert [x.shape for x in jax.tree.leaves(kernel)] == [(1, T, T)]
-    masks = [our_mask.NumpyMask(our_mask.make_random_mask((T, T), 0.5, 0)) for _ in range(N)]
-    assert [x.shape for x in jax.tree.leaves(ours(masks))] == [(1, T, T)]
+    """One set of tiles for all heads, whether they share the object or only say that they are equal."""
+    for masks in (
+        [every_third(our_mask)] * N,
+        [our_mask.NumpyMask(our_mask.make_random_mask((T, T), 0.5, 0)) for _ in range(N)],
+    ):
+        assert [x.shape for x in jax.tree.leaves(ours(masks))] == [(1, 1, 1), (1, 128, 16)]
+    half = [our_mask.NumpyMask(our_mask.make_random_mask((T, T), 0.5, head // 2)) for head in range(N)]
+    assert [x.shape for x in jax.tree.leaves(ours(half))] == [(N, 1, 1), (2, 128, 16)], "their bits, too"
+
+
+class Blocks(our_mask._ComputableMask):
+    """Whole tiles, 5% of them, and a diagonal; counts what is asked of it."""
+
+    def __init__(self, length: int):
+        super().__init__((length, length), self.allowed)
+        self.evaluated: list[int] = []
+
+    def allowed(self, q_ids: Any, kv_ids: Any) -> Any:
+        self.evaluated.append(q_ids.size * kv_ids.size)
+        return ((q_ids // 128 * 7 + kv_ids // 128 * 11) % 20 == 0) | (q_ids == kv_ids)
+
+
+def test_computable_masks_become_tiles() -> None:
+    """Evaluated a few tiles at a time, never a dense array; what a kernel visits and keeps follows the density."""
+    length = 4096
+    mask = Blocks(length)
+    tiles, bits = jax.tree.leaves(ours([mask] * N))
+    assert sum(mask.evaluated) == length**2
+    assert max(mask.evaluated) <= 2**20
+    visited = np.count_nonzero(tiles) / tiles.size
+    assert 0.05 < visited < 0.05 + 128 / length
+    assert bits.shape == (1, 128, 16), "one diagonal tile stands for all"
+
+    # A subclass may bring an order of its own.
+    mask.q_sequence = np.arange(length, dtype=np.int32)[::-1]
+    tiles, _ = jax.tree.leaves(ours([mask] * N))
+    assert 0.05 < np.count_nonzero(tiles) / tiles.size < 0.05 + 128 / length
+
+
+@pytest.mark.parametrize("is_traced", [False, True], ids=["concrete", "traced"])
+def test_array_masks_become_tiles(is_traced: bool) -> None:
+    """Classes and packed bits, made by the program itself: an eighth of the mask."""
+    dense = jnp.asarray(np.stack([m[:, :] for m in random_masks(our_mask)]))
+    make = our_kernel.make_splash_mha_single_device
+    tiles, bits = jax.tree.leaves((jax.jit(make) if is_traced else make)(dense))
+    assert tiles.shape == (N, 1, 1)
+    assert bits.nbytes == dense.nbytes // 8
+    (call,) = forwards(lambda mask, a: make(mask)(**a), dense, operands())
+    assert call["mask_bits"].size == dense.size // 8
+    assert "mask" not in call
+
+
+@pytest.mark.parametrize("length", [100, 192, 262])
+def test_lengths_that_no_tile_divides(length: int) -> None:
+    """One mask per head, whole and for query rows in two pieces."""
+    r = np.random.RandomState(0)
+    masks = [our_mask.NumpyMask(r.rand(length, length) < 0.3) for _ in range(2)]
+    arrays = {n: jnp.asarray(r.standard_normal((2, length, H)), jnp.float32) for n in "qkv"}
+    dense = jnp.asarray(np.stack([m.array for m in masks]))
+    want = jax_fmha.attention(*(jnp.swapaxes(x, 0, 1) for x in arrays.values()), mask=dense, scale=1.0)
+    for mask in (our_mask.MultiHeadMask(masks), dense):
+        for shards in (1, 2):
+            kernel = our_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=shards)
+            check_close(jnp.swapaxes(jit(lambda a, kernel=kernel: kernel(**a))(arrays), 0, 1), want)
 
 
 def test_grouped_heads_keep_their_groups() -> None:

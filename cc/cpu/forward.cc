@@ -353,7 +353,7 @@ class Forward {
     end = begin + keys * (split + 1) / t_.splits;
     begin += keys * split / t_.splits;
     while (begin < end) {
-      Block block{begin, std::min(t_.block_kv, end - begin), Interval(), true, false};
+      Block block{begin, BlockKeys(unit, begin, end - begin), Interval(), true, false};
       if (p_.uses_positions()) FindKvPositions(unit, positions, s, &block);
       if (!p_.uses_positions() || CoverOf(band_, q_interval, block.positions) != Cover::kNone) {
         for (int64_t i = 0; i < unit.num_heads; ++i) {
@@ -365,6 +365,17 @@ class Forward {
       }
       begin += block.count;
     }
+  }
+
+  // How many of `keys` key slots make the next block. Blocks end where tiles of a mask do: a block
+  // that reached into a neighbour would be attended for the neighbour's sake.
+  int64_t BlockKeys(const Unit& unit, int64_t slot, int64_t keys) const {
+    const int64_t count = std::min(t_.block_kv, keys);
+    if (!p_.has_tile_mask || !unit.entry.KvContiguous(slot, count)) return count;
+    const int64_t period = std::max(t_.block_kv / p_.tile_cols, int64_t{1}) * p_.tile_cols;
+    const int64_t piece = CeilDiv(period, CeilDiv(period, t_.block_kv));
+    const int64_t done = unit.entry.KvRow(slot) % period;
+    return std::min({count, piece - done % piece, period - done});
   }
 
   RowSet QRows(const Unit& unit, int64_t slot, int64_t count, const void* base,

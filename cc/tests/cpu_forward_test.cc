@@ -95,6 +95,9 @@ void Write(void* data, DType dtype, int64_t i, double x) {
     case DType::kS32:
       static_cast<int32_t*>(data)[i] = static_cast<int32_t>(x);
       break;
+    case DType::kU8:
+      static_cast<uint8_t*>(data)[i] = static_cast<uint8_t>(x);
+      break;
     default:
       static_cast<uint8_t*>(data)[i] = x != 0;
   }
@@ -317,7 +320,40 @@ void Fill(Maker* m, Case* c, const Sizes& sizes, DType dtype, double options) {
   MakeResults(c);
 }
 
+// Tiles of every class and of any size: smaller than a block of keys, and larger.
+void AddTileMask(Maker* m, Case* c) {
+  Problem& p = c->p;
+  const int64_t rows[] = {1, 3, 16, 64, 128}, cols[] = {8, 24, 64, 128, 256};
+  p.has_tile_mask = true;
+  p.tile_rows = rows[m->Int(0, 4)];
+  p.tile_cols = cols[m->Int(0, 4)];
+  p.num_partial_tiles = m->Int(1, 3);
+  p.num_mask_heads = m->Chance(0.5) ? 1 : p.num_q_heads;
+  const double empty = m->Chance(0.5) ? 0.9 : 0.3;
+  const int64_t tiles =
+      p.num_mask_heads * CeilDiv(p.seqlen_q, p.tile_rows) * CeilDiv(p.seqlen_kv, p.tile_cols);
+  c->x.mask_tiles = m->Make(c, DType::kS32, tiles, true, [&](int64_t) {
+    return static_cast<double>(m->Chance(empty) ? 0 : m->Int(1, 1 + p.num_partial_tiles));
+  });
+  c->x.mask_bits = m->Make(c, DType::kU8, p.num_partial_tiles * p.tile_rows * p.tile_cols / 8, true,
+                           [m](int64_t) { return static_cast<double>(m->Int(0, 255)); });
+}
+
 // ---- the reference ----
+
+bool TileMaskKeeps(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
+  const Problem& p = c.p;
+  const int64_t grid_rows = CeilDiv(p.seqlen_q, p.tile_rows);
+  const int64_t grid_cols = CeilDiv(p.seqlen_kv, p.tile_cols);
+  const int64_t line = (p.num_mask_heads == 1 ? 0 : n) * grid_rows + i / p.tile_rows;
+  const int64_t tile = c.x.mask_tiles.Int(b, p.num_mask_heads * grid_rows * grid_cols,
+                                          line * grid_cols + j / p.tile_cols);
+  if (tile < 2) return tile == 1;
+  const int64_t bit = ((tile - 2) * p.tile_rows + i % p.tile_rows) * p.tile_cols + j % p.tile_cols;
+  const uint8_t* const bits =
+      c.x.mask_bits.Entry<uint8_t>(b, p.num_partial_tiles * p.tile_rows * p.tile_cols / 8);
+  return (bits[bit / 8] >> (bit % 8) & 1) != 0;
+}
 
 bool Allowed(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
   const Problem& p = c.p;
@@ -329,6 +365,7 @@ bool Allowed(const Case& c, int64_t b, int64_t n, int64_t i, int64_t j) {
       return false;
     }
   }
+  if (p.has_tile_mask && !TileMaskKeeps(c, b, n, i, j)) return false;
   const int64_t offset = x.query_offset ? x.query_offset.Int(b, 1, 0) : 0;
   const int64_t qpos = x.q_positions ? x.q_positions.Int(b, p.seqlen_q, i) : i + offset;
   const int64_t kpos = x.kv_positions ? x.kv_positions.Int(b, p.seqlen_kv, j) : j;
@@ -511,14 +548,16 @@ void TestCase(Case* c, BytesFor bytes_for, Runner runner, cpu::Isa isa) {
 void Describe(const Case& c, int number, cpu::Isa isa) {
   const Problem& p = c.p;
   std::printf(
-      "  in case %d on %s: %s B %ld T %ld S %ld K %ld G %ld H %ld Hv %ld%s%s%s%s%s%s%s%s%s window "
+      "  in case %d on %s: %s B %ld T %ld S %ld K %ld G %ld H %ld Hv %ld%s%s%s%s%s%s%s%s%s%s "
+      "window "
       "%ld %ld\n",
       number, cpu::Name(isa), Name(p.dtype), p.batch, p.seqlen_q, p.seqlen_kv, p.num_kv_heads,
       p.group_size(), p.head_dim, p.head_dim_v, p.is_causal ? " causal" : "",
-      p.has_bias ? " bias" : "", p.has_mask ? " mask" : "", p.has_logits_soft_cap ? " cap" : "",
-      p.has_sinks ? " sinks" : "", p.has_segment_ids ? " segments" : "",
-      p.has_seq_lengths ? " lengths" : "", p.has_positions ? " positions" : "",
-      p.has_query_offset ? " offset" : "", p.window_left, p.window_right);
+      p.has_bias ? " bias" : "", p.has_mask ? " mask" : "", p.has_tile_mask ? " tiles" : "",
+      p.has_logits_soft_cap ? " cap" : "", p.has_sinks ? " sinks" : "",
+      p.has_segment_ids ? " segments" : "", p.has_seq_lengths ? " lengths" : "",
+      p.has_positions ? " positions" : "", p.has_query_offset ? " offset" : "", p.window_left,
+      p.window_right);
 }
 
 void TestOn(const Sizes& sizes, double options, int number, cpu::Isa isa, int64_t max_columns,
@@ -527,6 +566,8 @@ void TestOn(const Sizes& sizes, double options, int number, cpu::Isa isa, int64_
   Maker m(1000 + number);
   Case c;
   Fill(&m, &c, sizes, types[number % 4], options);
+  Maker tiles(number);
+  if (number / 4 % 2 == 1 && !c.p.has_mask) AddTileMask(&tiles, &c);
   Poison(&m, &c);
   if (c.p.seqlen_q * c.p.group_size() > max_columns) return;
   const long before = test::counts().failures;

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,6 +33,37 @@ def check_mask_value(front: str, mask_value: Any) -> None:
             f"{front}: mask_value: expected at most {HIGHEST_MASK_VALUE:g}, got {mask_value!r}. Masks "
             "select here, no sentinel is written into the logits; keys that should keep a weight need a "
             "bias, not a mask."
+        )
+
+
+def check_blocks(sizes: Any, nested: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError unless all tiles of `sizes` are positive ints or None, and outer ones multiples of inner ones.
+
+    Args:
+      sizes: a dataclass whose fields `block_*` are tile sizes.
+      nested: (outer, inner) names.
+    """
+    front = type(sizes).__name__
+    for field in dataclasses.fields(sizes):
+        size = getattr(sizes, field.name)
+        if not field.name.startswith("block_") or (size is None and field.default is None):
+            continue
+        if not isinstance(size, numbers.Integral) or size < 1:
+            raise ValueError(f"{front}: {field.name}: expected a positive int, got {size!r}.")
+    for outer_name, inner_name in nested:
+        outer, inner = getattr(sizes, outer_name), getattr(sizes, inner_name)
+        if outer is not None and inner is not None and outer % inner:
+            raise ValueError(
+                f"{front}: {inner_name}: expected a divisor of {outer_name}={outer}, got {inner}."
+            )
+
+
+def check_kind(front: str, name: str, value: Any, kind: type) -> None:
+    """Raises ValueError unless `value` is None or a `kind`: another library's object could mean something else."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(
+            f"{front}: {name}: expected {kind.__module__}.{kind.__qualname__} or None, got "
+            f"{type(value).__module__}.{type(value).__qualname__}. Import it from the same module as the maker."
         )
 
 

@@ -18,16 +18,16 @@ from jax_fmha._attention import run
 from jax_fmha._problem import canonical_call, show
 from jax_fmha.tpu._common import DEFAULT_MASK_VALUE as DEFAULT_MASK_VALUE
 from jax_fmha.tpu._common import SegmentIds as SegmentIds
-from jax_fmha.tpu._common import check_mask_value, check_segment_ids, promote
+from jax_fmha.tpu._common import check_blocks, check_kind, check_mask_value, check_segment_ids, promote
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Tile sizes of the TPU kernel: checked, and without effect, since our kernels choose their own tiles.
+    """Tile sizes of the TPU kernel: a hint without meaning for what is computed, in the original neither.
 
-    They never change what is computed, in the original neither.
+    They are checked, and our kernels choose their own tiles.
     """
 
     block_q: int
@@ -45,15 +45,15 @@ class BlockSizes:
     block_q_dq: int | None = None
 
     def __post_init__(self) -> None:
-        for major, minor in (
-            ("block_k_major", "block_k"),
-            ("block_q_major_dkv", "block_q_dkv"),
-            ("block_k_major_dkv", "block_k_dkv"),
-            ("block_k_major_dq", "block_k_dq"),
-        ):
-            outer, inner = getattr(self, major), getattr(self, minor)
-            if outer is not None and inner is not None and (inner > outer or outer % inner):
-                raise ValueError(f"BlockSizes: {minor}={inner} must divide {major}={outer}.")
+        check_blocks(
+            self,
+            [
+                ("block_k_major", "block_k"),
+                ("block_q_major_dkv", "block_q_dkv"),
+                ("block_k_major_dkv", "block_k_dkv"),
+                ("block_k_major_dq", "block_k_dq"),
+            ],
+        )
 
     @property
     def has_backward_blocks(self) -> bool:
@@ -94,7 +94,7 @@ def flash_attention(
       segment_ids: q `[B, T]` and kv `[B, S]`; equal ids attend each other.
       causal: row i attends keys up to i.
       sm_scale: 1.0 by default, not 1/sqrt(H).
-      block_sizes: tiles of the TPU kernel; no effect.
+      block_sizes: a hint, see `BlockSizes`.
       debug: prints the Pallas kernel in the original; refused if set.
 
     Returns:
@@ -104,7 +104,7 @@ def flash_attention(
       ValueError: an operand does not fit.
       NotImplementedError: debug, or a call that no kernel takes.
     """
-    del block_sizes
+    check_kind("flash_attention", "block_sizes", block_sizes, BlockSizes)
     if debug:
         raise NotImplementedError(
             "flash_attention: debug: expected False, got True. There is no Pallas kernel to print; "

@@ -1,5 +1,4 @@
-"""Splash kernels inside shard_map on four devices, as training code calls them: `shard_map(vmap(kernel, "
-"...))`."""
+"""Splash kernels inside shard_map on four devices, as training code calls them: `shard_map(vmap(kernel, ...))`."""
 
 from __future__ import annotations
 
@@ -128,21 +127,32 @@ def check_computable_mask() -> None:
     assert_same_as_unsharded([computable()] * N, 2, 2)
 
 
-def check_local_positions_are_tiled_by_fewer_devices() -> None:
-    """A kernel for four pieces on a mesh that has two."""
+def random_masks() -> list[Any]:
+    r = np.random.RandomState(4)
+    return [masks.NumpyMask(r.rand(T, T) < 0.4) for _ in range(N)]
+
+
+def check_random_masks() -> None:
+    spec = assert_same_as_unsharded(random_masks(), 2, 2)
+    assert jax.tree.leaves(spec) == [P("q_seq"), P("heads", "q_seq"), P()]
+
+
+def check_kernels_for_more_pieces_than_devices() -> None:
+    """A kernel for four pieces on a mesh that has two: a device counts the rows and tiles of its own."""
     m = mesh(1, 2)
-    mask = masks.MultiHeadMask([local()] * N)
-    kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=4)
-    spec = kernel.manual_sharding_spec(NamedSharding(m, P(None, "q_seq")))
     q, k, v, _, _ = operands()
-    f = jax.shard_map(
-        lambda kernel, q, k, v: kernel(q, k, v),
-        mesh=m,
-        in_specs=(spec, P(None, "q_seq"), P(), P()),
-        out_specs=P(None, "q_seq"),
-    )
-    want = splash.make_splash_mha_single_device(mask)(q[0], k[0], v[0])
-    np.testing.assert_allclose(f(kernel, q[0], k[0], v[0]), want, rtol=1e-5, atol=1e-5)
+    dense = jnp.asarray(masks.MultiHeadMask(random_masks())[:, :, :])
+    for mask in (masks.MultiHeadMask([local()] * N), masks.MultiHeadMask(random_masks()), dense):
+        kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=4)
+        spec = kernel.manual_sharding_spec(NamedSharding(m, P(None, "q_seq")))
+        f = jax.shard_map(
+            lambda kernel, q, k, v: kernel(q, k, v),
+            mesh=m,
+            in_specs=(spec, P(None, "q_seq"), P(), P()),
+            out_specs=P(None, "q_seq"),
+        )
+        want = splash.make_splash_mha_single_device(mask)(q[0], k[0], v[0])
+        np.testing.assert_allclose(f(kernel, q[0], k[0], v[0]), want, rtol=1e-5, atol=1e-5)
 
 
 def check_refused_specs() -> None:
@@ -159,19 +169,26 @@ def check_refused_specs() -> None:
 
 
 def check_array_mask() -> None:
-    dense = jnp.asarray(np.stack([causal()[:, :]] * 2 + [local()[:, :]] * 2))
+    """Concrete and traced: each device packs, or is given, the tiles of its own heads and rows."""
+    dense = jnp.asarray(masks.MultiHeadMask(random_masks())[:, :, :])
     m = mesh(2, 2)
-    kernel = splash.make_splash_mha(dense, head_shards=2, q_seq_shards=2)
-    spec = kernel.manual_sharding_spec(NamedSharding(m, P("heads", "q_seq")))
     q, k, v, _, _ = operands()
-    f = jax.shard_map(
-        lambda kernel, q, k, v: kernel(q, k, v),
-        mesh=m,
-        in_specs=(spec, P("heads", "q_seq"), P("heads"), P("heads")),
-        out_specs=P("heads", "q_seq"),
-    )
+
+    def call(dense: Any, q: Any, k: Any, v: Any) -> Any:
+        kernel = splash.make_splash_mha(dense, head_shards=2, q_seq_shards=2)
+        spec = kernel.manual_sharding_spec(NamedSharding(m, P("heads", "q_seq")))
+        assert jax.tree.leaves(spec) == [P("q_seq"), P("heads", "q_seq"), P("heads", "q_seq")]
+        f = jax.shard_map(
+            lambda kernel, q, k, v: kernel(q, k, v),
+            mesh=m,
+            in_specs=(spec, P("heads", "q_seq"), P("heads"), P("heads")),
+            out_specs=P("heads", "q_seq"),
+        )
+        return f(kernel, q, k, v)
+
     want = splash.make_splash_mha_single_device(dense)(q[0], k[0], v[0])
-    np.testing.assert_allclose(f(kernel, q[0], k[0], v[0]), want, rtol=1e-5, atol=1e-5)
+    for f in (call, jax.jit(call)):
+        np.testing.assert_allclose(f(dense, q[0], k[0], v[0]), want, rtol=1e-5, atol=1e-5)
 
 
 def check_tokamax() -> None:

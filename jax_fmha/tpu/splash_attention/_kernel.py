@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_fmha._mask import TILE, TileMask, number_tiles, pack_tiles
 from jax_fmha.tpu._common import SegmentIds, attention_with_names, check_segment_ids, promote
 from jax_fmha.tpu.splash_attention._structure import Part, Structure, chunk_ids, evaluate, structure
 from jax_fmha.tpu.splash_attention.splash_attention_mask import Mask, MultiHeadMask, NumpyMask
@@ -26,13 +27,17 @@ class GroupArrays(NamedTuple):
       positions: int32 `[T]`, position of each query row, if not 0, 1, 2, ...
       q_chunks: int32 `[T]`.
       kv_chunks: int32 `[S]`; a row attends keys with its own chunk id.
-      mask: bool `[1, T, S]` for all heads of the group, or `[heads, T, S]`.
+      tiles: int32 `[1, tile rows, tile columns]` for all heads of the group, or `[heads, ...]`: the classes of
+        a `TileMask`.
+      bits: uint8 `[P, rows, cols / 8]`, the partial tiles of all heads; of a `jax.Array` mask, whose values
+        decide nothing about shapes, `[1|heads, tile rows, tile columns, rows, cols / 8]`.
     """
 
     positions: Any = None
     q_chunks: Any = None
     kv_chunks: Any = None
-    mask: Any = None
+    tiles: Any = None
+    bits: Any = None
 
 
 class KernelArrays(NamedTuple):
@@ -54,7 +59,7 @@ class Group:
     Attributes:
       lowest: least key index minus query position.
       highest: greatest key index minus query position.
-      mask_heads: what the head dimension of `GroupArrays.mask` counts: nothing (size 1, or no mask), the
+      mask_heads: what the head dimension of `GroupArrays.tiles` counts: nothing (size 1, or no mask), the
         heads of the group within one period of the pattern, or all heads, sharded with them.
     """
 
@@ -119,19 +124,18 @@ def plan(mask: Any, *, head_shards: int, q_seq_shards: int, **options: Any) -> t
     for name, shards, size in (("head_shards", head_shards, heads), ("q_seq_shards", q_seq_shards, rows)):
         if shards < 1 or size % shards:
             raise ValueError(f"splash attention: {name}: expected a divisor of {size}, got {shards}.")
+    tile = (_tile_rows(rows, q_seq_shards), TILE[1])
     if is_array:
         if mask.dtype != jnp.bool_:
             raise ValueError(
                 f"splash attention: mask: expected bool, got {mask.dtype}. Convert a 0/1 mask with `mask != "
                 "0`."
             )
-        pattern, groups, arrays = (
-            (0,),
-            (Group(mask_heads="all" if heads > 1 else "none"),),
-            (GroupArrays(mask=mask),),
-        )
+        pattern, groups = (0,), (Group(mask_heads="all" if heads > 1 else "none"),)
+        tiles, bits = pack_tiles(mask, tile)
+        arrays = (GroupArrays(tiles=tiles, bits=bits),)
     else:
-        pattern, groups, arrays = _group_heads(mask.masks, (rows, columns), head_shards)
+        pattern, groups, arrays = _group_heads(mask.masks, (rows, columns), head_shards, tile)
     starts = None
     if q_seq_shards > 1:
         starts = jnp.arange(0, rows, rows // q_seq_shards, dtype=jnp.int32)
@@ -146,8 +150,16 @@ def plan(mask: Any, *, head_shards: int, q_seq_shards: int, **options: Any) -> t
     return planned, KernelArrays(starts, arrays)
 
 
+def _tile_rows(rows: int, q_seq_shards: int) -> int:
+    """Rows of a mask's tile; shards begin where tiles do."""
+    if q_seq_shards == 1:
+        return TILE[0]
+    per_shard = rows // q_seq_shards
+    return max(r for r in range(1, TILE[0] + 1) if per_shard % r == 0)
+
+
 def _group_heads(
-    masks: Sequence[Mask], shape: tuple[int, int], head_shards: int
+    masks: Sequence[Mask], shape: tuple[int, int], head_shards: int, tile: tuple[int, int]
 ) -> tuple[tuple[int, ...], tuple[Group, ...], tuple[GroupArrays, ...]]:
     """(pattern, groups, arrays): heads of one group share a kernel call.
 
@@ -159,8 +171,8 @@ def _group_heads(
     period = found[:per_shard]
     if found != period * head_shards:
         # Devices would need different programs: the masks travel as data instead.
-        dense = np.stack([evaluate((Part(m),), shape) for m in masks])
-        return (0,), (Group(mask_heads="all"),), (GroupArrays(mask=jnp.asarray(dense)),)
+        mask = evaluate([(Part(m),) for m in masks], shape, tile)
+        return (0,), (Group(mask_heads="all"),), (_on_device(GroupArrays(tiles=mask.tiles, bits=mask.bits)),)
 
     kinds: dict[tuple[Structure, bool], list[int]] = {}
     for head, s in enumerate(period):
@@ -170,21 +182,22 @@ def _group_heads(
     for index, ((kind, has_parts), members) in enumerate(kinds.items()):
         for head in members:
             pattern[head] = index
-        mask, mask_heads = None, "none"
+        tiles = bits = None
         if has_parts:
-            dense = {period[head].parts: None for head in members}
-            dense = {parts: evaluate(parts, shape) for parts in dense}
-            mask_heads = "none" if len(dense) == 1 else "group"
-            mask = np.stack(
-                list(dense.values()) if len(dense) == 1 else [dense[period[h].parts] for h in members]
-            )
+            mask = evaluate([period[head].parts for head in members], shape, tile)
+            tiles, bits = mask.tiles, mask.bits
         q_chunks, kv_chunks = chunk_ids(kind, shape) if kind.chunks else (None, None)
         positions = None if kind.positions is None else np.frombuffer(kind.positions, np.int32)
+        mask_heads = "none" if tiles is None or len(tiles) == 1 else "group"
         groups.append(Group(kind.lowest, kind.highest, mask_heads))
-        arrays.append(jax.tree.map(jnp.asarray, GroupArrays(positions, q_chunks, kv_chunks, mask)))
+        arrays.append(_on_device(GroupArrays(positions, q_chunks, kv_chunks, tiles, bits)))
     if len(groups) == 1 and groups[0].mask_heads == "none":
         pattern = [0]
     return tuple(pattern), tuple(groups), tuple(arrays)
+
+
+def _on_device(arrays: GroupArrays) -> GroupArrays:
+    return jax.tree.map(jnp.asarray, arrays)
 
 
 # The call ---------------------------------------------------------------------------------------------------
@@ -273,7 +286,7 @@ def _check_against_mask(
         )
     expected: Any = None
     if planned.groups[0].mask_heads == "all":
-        expected = arrays.groups[0].mask.shape[0]
+        expected = arrays.groups[0].tiles.shape[0]
     elif len(planned.pattern) > 1 and num_heads not in range(
         len(planned.pattern), len(planned.pattern) * planned.head_shards + 1, len(planned.pattern)
     ):
@@ -309,10 +322,15 @@ def _by_row(x: Array) -> Array:
     return jnp.swapaxes(x, 0, 1)
 
 
-def _mask(group: Group, arrays: GroupArrays, num_heads: int) -> Array | None:
-    if group.mask_heads != "group" or arrays.mask.shape[0] == num_heads:
-        return arrays.mask
-    return jnp.tile(arrays.mask, (num_heads // arrays.mask.shape[0], 1, 1))
+def _mask(group: Group, arrays: GroupArrays, num_heads: int) -> TileMask | None:
+    if arrays.tiles is None:
+        return None
+    mask = TileMask(arrays.tiles, arrays.bits)
+    if arrays.bits.ndim > 3:  # one entry per tile; a shard numbers its own
+        mask = number_tiles(arrays.tiles, arrays.bits)
+    if group.mask_heads != "group" or mask.tiles.shape[0] == num_heads:
+        return mask
+    return TileMask(jnp.tile(mask.tiles, (num_heads // mask.tiles.shape[0], 1, 1)), mask.bits)
 
 
 def _band(group: Group, arrays: GroupArrays, start: Any) -> dict[str, Any]:
@@ -359,11 +377,13 @@ def sharding_specs(planned: Plan, arrays: KernelArrays, heads: Any, q_seq: Any) 
     """PartitionSpecs of `arrays`, heads split over the mesh axes `heads`, query rows over `q_seq`."""
 
     def group_specs(group: Group, a: GroupArrays) -> GroupArrays:
+        of_tiles = PartitionSpec(heads if group.mask_heads == "all" else None, q_seq)
         specs = GroupArrays(
             positions=PartitionSpec(q_seq),
             q_chunks=PartitionSpec(q_seq),
             kv_chunks=PartitionSpec(),
-            mask=PartitionSpec(heads if group.mask_heads == "all" else None, q_seq),
+            tiles=of_tiles,
+            bits=of_tiles if a.bits is not None and a.bits.ndim > 3 else PartitionSpec(),
         )
         return GroupArrays(*(s if x is not None else None for s, x in zip(specs, a, strict=True)))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jax_fmha._mask import TileMask
 from jax_fmha.tpu.splash_attention.splash_attention_mask import (
     CausalMask,
     ChunkedCausalMask,
@@ -25,9 +26,6 @@ from jax_fmha.tpu.splash_attention.splash_attention_mask import (
     Mask,
     _ComputableMask,
 )
-
-# Query rows whose values a rule computes at a time: bounds its temporaries to this many rows.
-_ROWS_AT_A_TIME = 256
 
 
 class Part:
@@ -152,20 +150,27 @@ def _union(left: Structure, right: Structure) -> Structure | None:
     return joined if joined.uses_positions() else Structure()
 
 
-def evaluate(parts: Sequence[Part], shape: tuple[int, int]) -> np.ndarray:
-    """bool `[T, S]`: what all parts allow.
+def evaluate(heads: Sequence[tuple[Part, ...]], shape: tuple[int, int], tile: tuple[int, int]) -> TileMask:
+    """What all parts of a head allow, for each head; read tile by tile, and once for heads that are equal."""
+    readers = {parts: _reader(parts) for parts in heads}
+    return TileMask.from_readers([readers[parts] for parts in heads], shape, tile)
 
-    O(T*S) bytes, at trace time. The kernels scan such a mask tile by tile and skip empty tiles. A kernel
-    operand of tile classes and packed bits would take its values from here.
-    """
-    rows, columns = shape
-    dense = np.ones(shape, np.bool_)
-    for start in range(0, rows, _ROWS_AT_A_TIME):
-        stop = min(start + _ROWS_AT_A_TIME, rows)
+
+def _reader(parts: Sequence[Part]) -> Callable[[slice, slice], np.ndarray]:
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        found: Any = True
         for part in parts:
-            with jax.ensure_compile_time_eval():
-                dense[start:stop] &= np.asarray(part.mask[start:stop, 0:columns], np.bool_)
-    return dense
+            with jax.ensure_compile_time_eval():  # a rule may be written in jax.numpy
+                allowed = np.asarray(part.mask[rows, columns])
+            if allowed.dtype != bool:
+                raise ValueError(
+                    f"{type(part.mask).__name__}: expected bool, got {allowed.dtype}. Let the mask's rule "
+                    "compare, as in `!= 0`."
+                )
+            found = found & allowed
+        return found
+
+    return read
 
 
 def chunk_ids(found: Structure, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

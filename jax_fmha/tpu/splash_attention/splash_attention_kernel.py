@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_fmha.tpu._common import DEFAULT_MASK_VALUE as DEFAULT_MASK_VALUE
 from jax_fmha.tpu._common import SegmentIds as SegmentIds
-from jax_fmha.tpu._common import check_mask_value
+from jax_fmha.tpu._common import check_blocks, check_kind, check_mask_value
 from jax_fmha.tpu.splash_attention import _kernel
 from jax_fmha.tpu.splash_attention import splash_attention_mask as mask_lib
 
@@ -26,17 +26,26 @@ Array = jax.Array
 
 
 class QKVLayout(enum.IntEnum):
-    """Physical layouts of the TPU kernel's operands. Without effect here: operands are read as they lie."""
+    """Physical layouts of the TPU kernel's operands: a hint, since operands are read here as they lie."""
 
     HEAD_DIM_MINOR = enum.auto()
     SEQ_MINOR = enum.auto()
 
 
+def check_hints(sizes: Any) -> None:
+    """Raises ValueError unless tile sizes fit each other and q_layout, k_layout and v_layout are `QKVLayout`s."""
+    check_blocks(sizes, [("block_kv", "block_kv_compute"), ("block_kv_dkv", "block_kv_dkv_compute")])
+    for name in ("q_layout", "k_layout", "v_layout"):
+        layout = getattr(sizes, name)
+        if layout not in list(QKVLayout):
+            raise ValueError(f"{type(sizes).__name__}: {name}: expected a QKVLayout, got {layout!r}.")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Tile sizes of the TPU kernel: checked, and without effect, since our kernels choose their own tiles.
+    """Tile sizes and layouts of the TPU kernel: hints without meaning for what is computed, in the original neither.
 
-    They never change what is computed, in the original neither.
+    They are checked, and our kernels choose their own tiles.
     """
 
     block_q: int
@@ -61,6 +70,7 @@ class BlockSizes:
             object.__setattr__(self, "block_kv_compute", self.block_kv)
         if self.block_kv_dkv_compute is None:
             object.__setattr__(self, "block_kv_dkv_compute", self.block_kv_dkv)
+        check_hints(self)
         if self.use_fused_bwd_kernel and not (self.block_q_dq is None and self.block_kv_dq is None):
             raise ValueError(
                 "BlockSizes: block_q_dq and block_kv_dq have no use with use_fused_bwd_kernel=True."
@@ -138,7 +148,7 @@ class SplashAttentionKernel:
         splits_heads = len(plan.pattern) > 1
         for group, arrays in zip(plan.groups, self._arrays.groups, strict=True):
             if group.mask_heads == "all":
-                _kernel.check_shards(plan, sharding, (arrays.mask.shape[0], plan.q_seq_shards))
+                _kernel.check_shards(plan, sharding, (arrays.tiles.shape[0], plan.q_seq_shards))
         if splits_heads:
             _kernel.check_shards(plan, sharding, (plan.head_shards, plan.q_seq_shards))
         else:
@@ -173,12 +183,12 @@ def _make_splash_attention(
     Args:
       mask: one mask per query head, `[N, T, S]` True keeps: a MultiHeadMask, a bool numpy array, or a bool
         jax.Array, also traced.
-      block_sizes: tiles of the TPU kernel; no effect.
+      block_sizes: a hint, see `BlockSizes`.
       is_mqa: key and value come without a head dimension.
       save_residuals: the kernel returns `(out, (lse,))`.
       mask_value: any number that no logit comes near; masks select here.
       attn_logits_soft_cap: positive; logits become cap * tanh(logits / cap) before masks.
-      downcast_smem_data: memory of the TPU kernel; no effect.
+      downcast_smem_data: a hint about memory of the TPU kernel, without meaning here.
       head_shards: pieces of the head dimension under shard_map.
       q_seq_shards: pieces of the query rows under shard_map.
       residual_checkpoint_name: name of out and lse for `jax.checkpoint_policies`.
@@ -188,7 +198,8 @@ def _make_splash_attention(
       ValueError: a mask of another kind or shape, or shards that do not divide it.
       NotImplementedError: a mask_value that does not mask.
     """
-    del block_sizes, downcast_smem_data
+    del downcast_smem_data
+    check_kind("splash attention", "block_sizes", block_sizes, BlockSizes)
     check_mask_value("splash attention", mask_value)
     return SplashAttentionKernel(
         *_kernel.plan(

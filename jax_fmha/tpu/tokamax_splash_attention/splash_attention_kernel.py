@@ -15,10 +15,11 @@ import numpy as np
 
 from jax_fmha.tpu._common import DEFAULT_MASK_VALUE as DEFAULT_MASK_VALUE
 from jax_fmha.tpu._common import SegmentIds as SegmentIds
-from jax_fmha.tpu._common import check_mask_value
+from jax_fmha.tpu._common import check_kind, check_mask_value
 from jax_fmha.tpu.splash_attention import _kernel
 from jax_fmha.tpu.splash_attention import splash_attention_mask as mask_lib
 from jax_fmha.tpu.splash_attention.splash_attention_kernel import QKVLayout as QKVLayout
+from jax_fmha.tpu.splash_attention.splash_attention_kernel import check_hints
 
 Array = jax.Array
 
@@ -38,8 +39,8 @@ class SplashConfig:
     """Options of a kernel in one place.
 
     With effect: `residual_checkpoint_name`, `attn_logits_soft_cap`, and `interpret` (evaluate by plain
-    einsums). `max_logit_const` is refused. All others steer the TPU kernel without changing what is computed:
-    they are checked as tokamax checks them, and have no effect.
+    einsums). `max_logit_const` is refused. All others are hints to the TPU kernel, without meaning for what is
+    computed: they are checked, and our kernels choose for themselves.
     """
 
     block_q: int
@@ -77,6 +78,7 @@ class SplashConfig:
             object.__setattr__(self, "block_kv_compute", self.block_kv)
         if self.block_kv_dkv_compute is None:
             object.__setattr__(self, "block_kv_dkv_compute", self.block_kv_dkv)
+        check_hints(self)
         if self.dq_reduction_steps not in (None, 3):
             raise ValueError(
                 f"SplashConfig: dq_reduction_steps: expected None or 3, got {self.dq_reduction_steps}."
@@ -230,11 +232,12 @@ def _make_splash_attention(
       is_mqa: key and value come without a head dimension.
       save_residuals: the kernel returns `(out, {"logsumexp": lse})`.
       mask_value: any number that no logit comes near; masks select here.
-      downcast_smem_data: memory of the TPU kernel; no effect.
-      partial_mask_blocks_dtype: memory of the TPU kernel; no effect.
+      downcast_smem_data: a hint about memory of the TPU kernel, without meaning here.
+      partial_mask_blocks_dtype: a hint of the same kind.
       q_seq_shards: pieces of the query rows under shard_map.
     """
     del downcast_smem_data, partial_mask_blocks_dtype
+    check_kind("splash attention", "config", config, SplashConfig)
     _expect_one_mask(mask)
     if config is not None and config.qk_diag_skip and not isinstance(mask, mask_lib.CausalMask):
         raise ValueError(
@@ -274,10 +277,11 @@ def _make_dynamic_splash_attention(
       is_mqa: key and value come without a head dimension.
       save_residuals: the kernel returns `(out, {"logsumexp": lse})`.
       mask_value: any number that no logit comes near.
-      downcast_smem_data: memory of the TPU kernel; no effect.
-      partial_mask_blocks_dtype: memory of the TPU kernel; no effect.
+      downcast_smem_data: a hint about memory of the TPU kernel, without meaning here.
+      partial_mask_blocks_dtype: a hint of the same kind.
     """
     del downcast_smem_data, partial_mask_blocks_dtype
+    check_kind("splash attention", "config", config, SplashConfig)
     if (mesh is None) != (mask_spec is None):
         raise ValueError("splash attention: mesh and mask_spec: expected both or neither.")
     _expect_one_mask(mask)
