@@ -70,6 +70,7 @@ def result_of(
     """Everything known about a row's pass, ready for JSON."""
     flops = row.flops(which)
     median = {c.name: c.median for c in candidates}
+    ours = next(c for c in candidates if c.name == "ours")
     result = dataclasses.asdict(row)
     del result["passes"]
     result |= {
@@ -78,7 +79,7 @@ def result_of(
         "flops": flops,
         "median_ms": {name: 1e3 * t for name, t in median.items()},
         "gflops": {name: 1e-9 * flops / t for name, t in median.items()},
-        "ratios": {name: t / median["ours"] for name, t in median.items() if name != "ours"},
+        "ratios": {c.name: c.times_slower_than(ours) for c in candidates if c is not ours},
         "samples_ms": {c.name: [round(1e3 * t, 4) for t in c.samples] for c in candidates},
         "skipped": skipped,
     }

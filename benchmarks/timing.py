@@ -22,41 +22,43 @@ class Candidate:
     name: str
     call: Callable[[], object]
     samples: list[float] = dataclasses.field(default_factory=list)
+    turns: dict[int, float] = dataclasses.field(default_factory=dict)  # median of each turn, in seconds
 
     @property
     def median(self) -> float:
         """Seconds."""
         return statistics.median(self.samples)
 
+    def times_slower_than(self, other: Candidate) -> float:
+        """Median over the turns that both took: each turn's two times met the same state of the machine."""
+        return statistics.median(t / other.turns[turn] for turn, t in self.turns.items() if turn in other.turns)
+
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """When a candidate has been measured enough."""
 
-    seconds: float = 0.7
+    seconds: float = 1.0
     min_turns: int = 2
     max_turns: int = 5
 
 
 def measure(candidates: Sequence[Candidate], budget: Budget) -> None:
-    """Fills the `samples` of all. The first call of each warms up, and counts only if it is very long."""
+    """Fills the `samples` of all. The first call of each warms up."""
     estimates = {c.name: timed(c.call) for c in candidates}
-    for c in candidates:
-        if estimates[c.name] > budget.seconds:
-            c.samples.append(estimates[c.name])
     for turn in range(budget.max_turns):
         first = turn % len(candidates)
         for c in (*candidates[first:], *candidates[:first]):
             if turn >= budget.min_turns and sum(c.samples) > budget.seconds:
-                continue
-            if len(c.samples) >= budget.min_turns and estimates[c.name] > budget.seconds:
                 continue
             time.sleep(SETTLE_S)
             repeats = 1
             if estimates[c.name] < SHORT_S:
                 c.call()
                 repeats = max(1, min(20, round(SHORT_S / estimates[c.name])))
-            c.samples.extend(timed(c.call) for _ in range(repeats))
+            samples = [timed(c.call) for _ in range(repeats)]
+            c.samples.extend(samples)
+            c.turns[turn] = statistics.median(samples)
 
 
 def timed(call: Callable[[], object]) -> float:
