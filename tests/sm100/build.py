@@ -1,0 +1,89 @@
+"""Builds programs for sm_100a so that they run on a Hopper GPU.
+
+    python tests/sm100/build.py OUT --cutlass cutlass_library/source [--include DIR] SOURCE...   # one program
+
+The program is OUT, beside it OUT.sites, which names the instructions that reports speak of.
+"""
+
+import argparse
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import rewrite
+import toolchain
+
+HERE = Path(__file__).resolve().parent
+WRAPPED = ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC", "cudaGetDeviceProperties")
+
+
+def is_stale(target: Path, *sources: Path) -> bool:
+    return not target.exists() or any(target.stat().st_mtime < s.stat().st_mtime for s in sources)
+
+
+class Builder:
+    """Builds into `folder`, and again only what has changed."""
+
+    def __init__(self, folder: Path, cutlass: Path, includes: Sequence[Path] = ()):
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.flags = toolchain.flags(cutlass, includes)
+        nvcc = Path(shutil.which("nvcc") or "nvcc").resolve()
+        toolkit = Path(os.environ.get("CUDA_HOME", toolchain.toolkit(nvcc)))
+        self.link_flags = [f"-L{toolkit / name}" for name in ("lib64", "lib")]
+        self.link_flags += ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+        self.host_flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", f"-I{toolkit / 'include'}"]
+
+    def emulator(self) -> str:
+        ptx, source = self.folder / "emulator.ptx", HERE / "emulator.cu"
+        if is_stale(ptx, source, HERE / "emulator.h"):
+            options = ["-O3", "-std=c++17", "-rdc=true", "-gencode", "arch=compute_90a,code=compute_90a"]
+            toolchain.run(["nvcc", *options, "--ptx", "-o", str(ptx), str(source)])
+        return ptx.read_text()
+
+    def host(self) -> Path:
+        target, source = self.folder / "host.o", HERE / "host.cc"
+        if is_stale(target, source, HERE / "emulator.h"):
+            toolchain.run(["g++", *self.host_flags, "-c", str(source), "-o", str(target)])
+        return target
+
+    def build(self, name: str, sources: Sequence[Path], options: Sequence[str] = (), **rewriting) -> Path:
+        """One program from CUDA sources; .cc sources are compiled as they are. Gives back the program."""
+        program, objects, sites, emulated = self.folder / name, [self.host()], [], 0
+        for source in sources:
+            if source.suffix == ".cc":
+                target = self.folder / name / "host" / f"{source.stem}.o"
+                raise NotImplementedError(target)
+            compilation = toolchain.Compilation(source, self.folder / f"{name}.steps", [*self.flags, *options])
+            ptx = compilation.compile()
+            dependencies = [ptx, HERE / "emulator.cu", HERE / "emulator.h", HERE / "rewrite.py"]
+            listing = compilation.object.with_suffix(".sites")
+            if is_stale(compilation.object, *dependencies) or not listing.exists():
+                rewriting_of = rewrite.rewrite(ptx.read_text(), self.emulator(), **rewriting)
+                compilation.assemble(lambda _, text=rewriting_of.text: text)
+                listing.write_text("".join(f"{site}\n" for site in rewriting_of.sites))
+            emulated += 1
+            sites += listing.read_text().splitlines()
+            objects.append(compilation.object)
+        if emulated > 1:
+            raise NotImplementedError("sites are numbered per module: one CUDA source per program")
+        wraps = [f"-Wl,--wrap={function}" for function in WRAPPED]
+        toolchain.run(["g++", "-o", str(program), *map(str, objects), *wraps, *self.link_flags])
+        program.with_name(f"{name}.sites").write_text("".join(f"{site}\n" for site in sites))
+        return program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("--cutlass", type=Path, required=True)
+    parser.add_argument("--include", type=Path, action="append", default=[])
+    arguments, options = parser.parse_known_args()
+    builder = Builder(arguments.out.parent, arguments.cutlass, arguments.include)
+    print(builder.build(arguments.out.name, [arguments.source], options))
+
+
+if __name__ == "__main__":
+    main()
