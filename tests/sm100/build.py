@@ -15,6 +15,7 @@ import rewrite
 import toolchain
 
 HERE = Path(__file__).resolve().parent
+EMULATOR = (HERE / "emulator.cu", HERE / "emulator.h", HERE / "rewrite.py")
 WRAPPED = ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC", "cudaGetDeviceProperties")
 
 
@@ -48,26 +49,36 @@ class Builder:
             toolchain.run(["g++", *self.host_flags, "-c", str(source), "-o", str(target)])
         return target
 
-    def build(self, name: str, sources: Sequence[Path], options: Sequence[str] = (), **rewriting) -> Path:
-        """One program from CUDA sources; .cc sources are compiled as they are. Gives back the program."""
-        program, objects, sites, emulated = self.folder / name, [self.host()], [], 0
-        for source in sources:
-            if source.suffix == ".cc":
-                target = self.folder / name / "host" / f"{source.stem}.o"
-                raise NotImplementedError(target)
-            compilation = toolchain.Compilation(source, self.folder / f"{name}.steps", [*self.flags, *options])
+    def build(
+        self,
+        name: str,
+        sources: Sequence[Path],
+        options: Sequence[str] = (),
+        plain: Sequence[Path] = (),
+        **rewriting,
+    ) -> Path:
+        """One program from CUDA sources for sm_100a, and others that are compiled as they are. Gives it back."""
+        program, steps = self.folder / name, self.folder / f"{name}.steps"
+        objects, sites = [self.host()], []
+        for i, source in enumerate(sources):
+            compilation = toolchain.Compilation(source, steps, [*self.flags, *options])
             ptx = compilation.compile()
-            dependencies = [ptx, HERE / "emulator.cu", HERE / "emulator.h", HERE / "rewrite.py"]
             listing = compilation.object.with_suffix(".sites")
-            if is_stale(compilation.object, *dependencies) or not listing.exists():
-                rewriting_of = rewrite.rewrite(ptx.read_text(), self.emulator(), **rewriting)
-                compilation.assemble(lambda _, text=rewriting_of.text: text)
-                listing.write_text("".join(f"{site}\n" for site in rewriting_of.sites))
-            emulated += 1
+            if is_stale(compilation.object, ptx, *EMULATOR) or not listing.exists():
+                # Sites of different modules must differ, because a fault is planted in one of them.
+                result = rewrite.rewrite(
+                    ptx.read_text(), self.emulator(), first_site=1 + 10000 * i, **rewriting
+                )
+                compilation.assemble(result.text)
+                listing.write_text("".join(f"{site}\n" for site in result.sites))
             sites += listing.read_text().splitlines()
             objects.append(compilation.object)
-        if emulated > 1:
-            raise NotImplementedError("sites are numbered per module: one CUDA source per program")
+        for source in plain:
+            target = steps / f"{source.stem}.{source.suffix[1:]}.o"
+            if is_stale(target, source):
+                command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
+                toolchain.run([*command, "-c", str(source), "-o", str(target)])
+            objects.append(target)
         wraps = [f"-Wl,--wrap={function}" for function in WRAPPED]
         toolchain.run(["g++", "-o", str(program), *map(str, objects), *wraps, *self.link_flags])
         program.with_name(f"{name}.sites").write_text("".join(f"{site}\n" for site in sites))
@@ -75,7 +86,9 @@ class Builder:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("source", type=Path)
     parser.add_argument("--cutlass", type=Path, required=True)

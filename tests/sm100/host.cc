@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
@@ -53,7 +54,7 @@ F Driver(const char* name) {
 }
 
 struct Emulator {
-  std::vector<std::string> sites{"host"};
+  std::map<uint32_t, std::string> sites;
   std::set<std::string> kernels, allowed;
   std::set<std::string> seen;  // findings, printed once each
   Report* reports = nullptr;
@@ -75,7 +76,7 @@ struct Emulator {
       std::getline(fields, op, '\t');
       std::getline(fields, place, '\t');
       kernels.insert(kernel);
-      sites.push_back(op + " at " + place);
+      sites[std::stoul(number)] = op + " at " + place;
     }
     control.timeout = 400000000;
     if (const char* x = std::getenv("SM100_MODE")) {
@@ -104,7 +105,7 @@ struct Emulator {
   }
 
   void Find(const Report& r) {
-    const std::string code = kCodes[r.code], where = sites[r.site < sites.size() ? r.site : 0];
+    const std::string code = kCodes[r.code], where = sites[r.site];
     const bool is_allowed = allowed.count(code) > 0;
     if (!is_allowed) ++num_findings;
     if (!seen.insert(code + where + (r.code == kHang ? std::to_string(r.thread / 32) : "")).second) return;

@@ -77,8 +77,7 @@ PROGRAMS = (
     Program(
         "forward_fp8",
         "77_blackwell_fmha.cu",
-        (*FORWARD, *FIXED_LENGTH, *INDIVIDUAL)
-        + masks("CausalMask", "CausalMask<false>", "ResidualMask"),
+        (*FORWARD, *FIXED_LENGTH, *INDIVIDUAL) + masks("CausalMask", "CausalMask<false>", "ResidualMask"),
         ("-DFP8",),
         ("--b=1 --h=2 --q=256 --k=512 --d=128",),
     ),
@@ -87,13 +86,16 @@ PROGRAMS = (
         "77_blackwell_fmha_bwd.cu",
         (*calls("run_bwd_64", "run_bwd_mla_192"), *FIXED_BACKWARD, *masks("ResidualMaskForBackward")),
         ("-DFP16",),
-        ("--b=1 --h=2 --q=256 --k=256 --d=128 --mask=no", "--b=1 --h=2 --q=512 --k=512 --d=128 --mask=causal"),
+        (
+            "--b=1 --h=2 --q=256 --k=256 --d=128 --mask=no",
+            "--b=1 --h=2 --q=512 --k=512 --d=128 --mask=causal",
+        ),
         "dealloc-while-pending",
     ),
     Program(
         "decode_mla",
         "77_blackwell_mla.cu",
-        ((r'run\(Shape<NumHeads, Blocking, HeadDim>\{\}, \(name \+ individual\)[^;]*;', ""),),
+        ((r"run\(Shape<NumHeads, Blocking, HeadDim>\{\}, \(name \+ individual\)[^;]*;", ""),),
         ("-DFP16",),
         ("--b=1 --k=512 --page=128", "--b=1 --k=4096 --split_kv=8 --page=128"),
     ),

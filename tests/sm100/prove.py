@@ -51,11 +51,66 @@ class Fault:
     value: int = 0
 
 
-MAINLOOP = "sm100_fmha_fwd_mainloop"
-# In the forward program. Line numbers are those of CUTLASS 4.2, roles: warps 0-7 softmax, 8-11 correction, 12 products,
-# 13 loads, 14 epilogue.
-MMA, COMMIT, WAIT, ARRIVE, EXPECT = "tcgen05.mma", "tcgen05.commit", "mbarrier.try_wait", "mbarrier.arrive.shared", "mbarrier.arrive.expect_tx"
-FAULTS: tuple[Fault, ...] = ()
+# In the first forward program, by the lines of CUTLASS 4.2. Warps 0-7 are the softmax, 8-11 correct, 12 issues products,
+# 13 loads, 14 stores.
+MMA, COMMIT, WAIT, ARRIVE = "tcgen05.mma", "tcgen05.commit", "mbarrier.try_wait", "mbarrier.arrive.shared"
+EXPECT, STORE, LOAD = "mbarrier.arrive.expect_tx", "tcgen05.st", "tcgen05.ld"
+
+
+def mainloop(op: str, line: int, n: int = 0) -> Place:
+    return Place(op, rf"fwd_mainloop_tma_warpspecialized\.hpp:{line}\b", n)
+
+
+def loading(op: str, line: int) -> Place:
+    return Place(op, rf"fmha_load_tma_warpspecialized\.hpp:{line}\b")
+
+
+FAULTS = (
+    Fault("V is taken for K-major", mainloop(MMA, 385), INSTRUCTION, 1 << 16),
+    Fault("Q is taken for bfloat16", mainloop(MMA, 334), INSTRUCTION, 1 << 7),
+    Fault("M is 64 instead of 128", mainloop(MMA, 334), INSTRUCTION, 12 << 24),
+    Fault("N is 8 too large for tensor memory's end", mainloop(MMA, 494), INSTRUCTION, 48 << 17),
+    Fault("K's descriptor has 64-byte swizzle", mainloop(MMA, 334), B, 6 << 61),
+    Fault("K's descriptor has twice the stride (SBO)", mainloop(MMA, 334), B, 192 << 32),
+    Fault("V's descriptor has a wrong leading stride (LBO)", mainloop(MMA, 385), B, 64 << 16),
+    Fault("a descriptor of version 0", mainloop(MMA, 334), B, 1 << 46),
+    Fault("a descriptor outside shared memory", mainloop(MMA, 334), B, 1 << 13),
+    Fault("V is read from another stage", mainloop(MMA, 385), B, 1 << 11),
+    Fault("P is read one column off", mainloop(MMA, 385), A, 1),
+    Fault("O is written one column off", mainloop(MMA, 385), D, 1),
+    Fault("a product is written outside what was allocated", mainloop(MMA, 494), D, 1 << 8),
+    Fault("one k-step of S is missing", mainloop(MMA, 334, 3), DROP),
+    Fault("S adds to what was there", mainloop(MMA, 334), ACCUMULATE),
+    Fault("O starts anew in the loop", mainloop(MMA, 462), ACCUMULATE),
+    Fault("S is never announced in the loop", mainloop(COMMIT, 409), DROP),
+    Fault("S is announced before it is there", mainloop(COMMIT, 409), EARLY),
+    Fault("O is announced before it is there", mainloop(COMMIT, 464), EARLY),
+    Fault("V's stage is released before it has been read", mainloop(COMMIT, 433), EARLY),
+    Fault("K's stage is never released", mainloop(COMMIT, 449), DROP),
+    Fault("the softmax does not wait for S", mainloop(WAIT, 565), DROP),
+    Fault("the product does not wait for P", mainloop(WAIT, 460), DROP),
+    Fault("the product does not wait for O to be rescaled", mainloop(WAIT, 458), DROP),
+    Fault("the product does not wait for V", mainloop(WAIT, 454), DROP),
+    Fault("the correction does not wait for O", mainloop(WAIT, 1014), DROP),
+    Fault("the correction does not wait for the softmax", mainloop(WAIT, 1004), DROP),
+    Fault("a stage is loaded before it is free", loading(WAIT, 280), DROP),
+    Fault("the load expects half the bytes", loading(EXPECT, 280), HALVE),
+    Fault("the load expects nothing", loading(EXPECT, 280), DROP),
+    Fault("another tile of K is loaded", Place("cp.async.bulk.tensor.4d", "", 4), ADD, 64),
+    Fault("P is handed over without wait::st", mainloop("tcgen05.wait::st", 663), DROP),
+    Fault("O is handed over without wait::st", mainloop("tcgen05.wait::st", 1021), DROP),
+    Fault("O is given away without wait::ld", mainloop("tcgen05.wait::ld", 1092), DROP),
+    Fault("P is stored one column off", mainloop(STORE, 653), ADD, 1),
+    Fault("S is read one column off", mainloop(LOAD, 569), ADD, 1),
+    Fault("S is read from another warp's lanes", mainloop(LOAD, 569), ADD, 32 << 16),
+    Fault("S is not given back", mainloop(ARRIVE, 666), DROP),
+    Fault("S is given back twice", mainloop(ARRIVE, 666), TWICE),
+    Fault("a wait for the other phase", mainloop(WAIT, 565), PARITY),
+    Fault("tensor memory is not freed", Place("tcgen05.dealloc"), DROP),
+    Fault("tensor memory is not allocated", Place("tcgen05.alloc"), DROP),
+)
+# Registers of a load are waited for by their use, on hardware as here: this wait orders nothing more.
+HARMLESS = {"O is given away without wait::ld"}
 
 
 @dataclass
@@ -70,7 +125,9 @@ def sites_of(program: Path) -> list[Site]:
     return [Site(int(number), op, place) for number, _, op, place in rows]
 
 
-def run(program: Path, arguments: list[str], environment: dict[str, str], timeout: float = 60) -> tuple[str, str]:
+def run(
+    program: Path, arguments: list[str], environment: dict[str, str], timeout: float = 60
+) -> tuple[str, str]:
     """(what came of it, what was printed)"""
     try:
         done = subprocess.run([program.resolve(), *arguments], env={**os.environ, **environment}, text=True,
@@ -81,7 +138,9 @@ def run(program: Path, arguments: list[str], environment: dict[str, str], timeou
         return "passed", done.stdout
     if found := re.search(r"^sm100: ([a-z-]+): ", done.stdout, re.MULTILINE):
         return found[1], done.stdout
-    return ("wrong result" if "Reference check failed" in done.stdout or "[FAIL]" in done.stdout else "failed"), done.stdout
+    return (
+        "wrong result" if "Reference check failed" in done.stdout or "[FAIL]" in done.stdout else "failed"
+    ), done.stdout
 
 
 def known_good(folder: Path, programs: list[Program], jobs: int) -> tuple[list[dict], bool]:
@@ -92,7 +151,9 @@ def known_good(folder: Path, programs: list[Program], jobs: int) -> tuple[list[d
         ))  # fmt: skip
     rows = []
     for (program, case, mode), (outcome, text) in zip(tasks, outcomes, strict=True):
-        rows.append({"program": program.name, "case": " ".join(case), "mode": mode, "outcome": outcome, "text": text})
+        rows.append(
+            {"program": program.name, "case": " ".join(case), "mode": mode, "outcome": outcome, "text": text}
+        )
     return rows, all(row["outcome"] == "passed" for row in rows)
 
 
@@ -107,7 +168,9 @@ def planted(folder: Path, program: Program, jobs: int) -> tuple[list[dict], bool
 
     def attempt(task):
         fault, site, mode = task
-        return run(path, arguments, {**MODES[mode], "SM100_FAULT": f"{fault.kind}:{site.number}:{fault.value}"})
+        return run(
+            path, arguments, {**MODES[mode], "SM100_FAULT": f"{fault.kind}:{site.number}:{fault.value}"}
+        )
 
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(attempt, tasks))
@@ -116,7 +179,7 @@ def planted(folder: Path, program: Program, jobs: int) -> tuple[list[dict], bool
         for (fault, site, mode), (outcome, _) in zip(tasks, outcomes, strict=True)
     ]
     caught = {row["fault"] for row in rows if row["outcome"] != "passed"}
-    return rows, caught == {fault.what for fault in FAULTS}
+    return rows, caught | HARMLESS == {fault.what for fault in FAULTS}
 
 
 # Every instruction, one fault at a time
@@ -165,8 +228,22 @@ def sweep(folder: Path, program: Program, jobs: int) -> list[dict]:
         for mode, environment in MODES.items():
             outcome, _ = run(path, arguments, {**environment, "SM100_FAULT": f"{kind}:{site.number}:{value}"})
             if outcome != "passed":
-                return {"site": site.number, "op": site.op, "place": site.place, "fault": what, "mode": mode, "outcome": outcome}
-        return {"site": site.number, "op": site.op, "place": site.place, "fault": what, "mode": "", "outcome": "missed"}
+                return {
+                    "site": site.number,
+                    "op": site.op,
+                    "place": site.place,
+                    "fault": what,
+                    "mode": mode,
+                    "outcome": outcome,
+                }
+        return {
+            "site": site.number,
+            "op": site.op,
+            "place": site.place,
+            "fault": what,
+            "mode": "",
+            "outcome": "missed",
+        }
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(attempt, tasks))
@@ -189,7 +266,10 @@ def pivot(rows: list[dict], keys: list[str]) -> str:
 def sweep_summary(rows: list[dict]) -> str:
     groups: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
-        op = re.match(r"(tcgen05\.\w+(::\w+)?|mbarrier\.(arrive\.expect_tx|arrive|try_wait)|cp\.async\.bulk\.tensor)", row["op"])[0]
+        op = re.match(
+            r"(tcgen05\.\w+(::\w+)?|mbarrier\.(arrive\.expect_tx|arrive|try_wait)|cp\.async\.bulk\.tensor)",
+            row["op"],
+        )[0]
         groups.setdefault((op, row["fault"]), []).append(row)
     lines = []
     for (op, fault), members in groups.items():
@@ -200,7 +280,9 @@ def sweep_summary(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cutlass", type=Path)
     parser.add_argument("--include", type=Path, action="append", default=[])
@@ -224,18 +306,25 @@ def main() -> None:
     results, passed = {}, True
     results["known good"], ok = known_good(arguments.folder, chosen, arguments.jobs)
     passed &= ok
-    print("## Kernels known to be right\n\n" + pivot(results["known good"], ["program", "case"]) + "\n", flush=True)
+    print(
+        "## Kernels known to be right\n\n" + pivot(results["known good"], ["program", "case"]) + "\n",
+        flush=True,
+    )
     for row in results["known good"]:
         if row["outcome"] != "passed":
             print(row["program"], row["case"], row["mode"], row["text"][-2000:], sep="\n", flush=True)
-    if FAULTS and "forward" in arguments.programs:
+    if "forward" in arguments.programs:
         results["planted"], ok = planted(arguments.folder, PROGRAMS[0], arguments.jobs)
         passed &= ok
         print("## Planted faults\n\n" + pivot(results["planted"], ["fault", "place"]) + "\n", flush=True)
     if not arguments.skip_sweep and "forward" in arguments.programs:
         results["sweep"] = sweep(arguments.folder, PROGRAMS[0], arguments.jobs)
         print("## Every instruction\n\n" + sweep_summary(results["sweep"]) + "\n")
-        missed = [[str(r["site"]), r["op"], r["place"], r["fault"]] for r in results["sweep"] if r["outcome"] == "missed"]
+        missed = [
+            [str(r["site"]), r["op"], r["place"], r["fault"]]
+            for r in results["sweep"]
+            if r["outcome"] == "missed"
+        ]
         print("Not caught:\n\n" + table(["site", "instruction", "place", "fault"], missed), flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))

@@ -29,7 +29,9 @@ TOKEN = re.compile(
       | (?P<statement>[^;]*;)""",
     re.VERBOSE | re.DOTALL,
 )
-INSTRUCTION = re.compile(r"(?:@(?P<negated>!?)(?P<guard>[%$\w]+)\s+)?(?P<op>[A-Za-z][\w.:]*)\s*(?P<operands>.*);", re.DOTALL)
+INSTRUCTION = re.compile(
+    r"(?:@(?P<negated>!?)(?P<guard>[%$\w]+)\s+)?(?P<op>[A-Za-z][\w.:]*)\s*(?P<operands>.*);", re.DOTALL
+)
 FUNCTION = re.compile(r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\b", re.MULTILINE)
 LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
@@ -52,7 +54,7 @@ class Site:
     def place(self) -> str:
         """Where a kernel asks for it, behind the wrappers of CuTe and CUTLASS."""
         own = [p for p in self.places if "/include/cute/" not in p and "/include/cutlass/" not in p]
-        return Path((own or list(self.places) or ["?"])[0]).name
+        return " < ".join(Path(p).name for p in (own or list(self.places) or ["?"])[:3])
 
     def __str__(self) -> str:
         return "\t".join([str(self.number), self.kernel, self.op, self.place])
@@ -107,11 +109,12 @@ def call(function: str, *arguments: tuple[str, str], result: str = "") -> str:
 
 
 class Rewriter:
-    def __init__(self, text: str, keeps_unwaited_stores_pending: bool = True):
+    def __init__(self, text: str, first_site: int = 1, keeps_unwaited_stores_pending: bool = True):
         self.files = {int(n): path for n, path in FILE.findall(text)}
         self.input = text
         self.result = Rewriting("", [])
         self.strict = keeps_unwaited_stores_pending
+        self.first_site = first_site
         self.kernel = ""
         self.label = 0
         self.inlined: dict[tuple[int, ...], tuple[int, ...] | None] = {}
@@ -131,7 +134,7 @@ class Rewriter:
         while at is not None and len(places) < 12:
             places.append(f"{self.files.get(at[0], '?')}:{at[1]}")
             at = self.inlined.get(at)
-        site = Site(len(self.result.sites) + 1, self.kernel, op, tuple(places))
+        site = Site(self.first_site + len(self.result.sites), self.kernel, op, tuple(places))
         self.result.sites.append(site)
         self.result.counts[op] += 1
         return site.number
@@ -215,7 +218,9 @@ fence.acq_rel.sys;
     # ---------------------------------------------------------------------------------------------------------------
 
     def function(self, header: str, body: str, is_entry: bool) -> str:
-        self.kernel = re.search(r"([$\w]+)\s*\(", header.split(")", 1)[-1] if header.count(")") > 1 else header)[1]
+        self.kernel = re.search(
+            r"([$\w]+)\s*\(", header.split(")", 1)[-1] if header.count(")") > 1 else header
+        )[1]
         self.addresses = self.copies = 0
         self.loads: list[Access] = []
         self.stores: list[Access] = []
@@ -335,13 +340,21 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
         arguments = split_operands(operands)
         lines = [f"{{{self.fault(site)}"]
         if "expect_tx" in op:
-            lines += [".reg .b32 %sab;", f"mov.b32 %sab, {arguments[-1]};", f"setp.eq.u32 %skq, %sk, {HALVE};"]
+            lines += [
+                ".reg .b32 %sab;",
+                f"mov.b32 %sab, {arguments[-1]};",
+                f"setp.eq.u32 %skq, %sk, {HALVE};",
+            ]
             lines += ["@%skq shr.u32 %sab, %sab, 1;"]
             arguments[-1] = "%sab"
         instruction = f"{op} {', '.join(arguments)};"
         lines += [f"setp.ne.u32 %skq, %sk, {DROP};"]
         if guard is not None:
-            lines += [f"and.pred %skq, %skq, {guard};" if not negated else f"not.pred %skp, {guard};\nand.pred %skq, %skq, %skp;"]
+            lines += [
+                f"and.pred %skq, %skq, {guard};"
+                if not negated
+                else f"not.pred %skp, {guard};\nand.pred %skq, %skq, %skp;"
+            ]
         lines += [f"@%skq {instruction}"]
         if op.startswith("mbarrier.arrive") and "expect_tx" not in op:
             lines += [f"setp.eq.and.u32 %skq, %sk, {TWICE}, %skq;", f"@%skq {instruction}"]
@@ -381,7 +394,9 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
     # tcgen05
     # ---------------------------------------------------------------------------------------------------------------
 
-    def tcgen05(self, negated: str | None, guard: str | None, op: str, operands: str, tokens: list, at: int) -> str:
+    def tcgen05(
+        self, negated: str | None, guard: str | None, op: str, operands: str, tokens: list, at: int
+    ) -> str:
         name = op.split(".")[1]
         arguments = split_operands(operands)
         two_ctas = TWO_CTAS if "cta_group::2" in op else 0
@@ -400,7 +415,13 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
         site = self.new_site(op)
         first = [("b64", "%sm100_cta"), ("b32", str(site))]
         if name == "alloc":
-            body = call("sm100_alloc", *first, ("b32", arguments[0].strip("[] ")), ("b32", arguments[1]), ("b32", str(two_ctas)))
+            body = call(
+                "sm100_alloc",
+                *first,
+                ("b32", arguments[0].strip("[] ")),
+                ("b32", arguments[1]),
+                ("b32", str(two_ctas)),
+            )
         elif name == "dealloc":
             body = call("sm100_dealloc", *first, ("b32", arguments[0]), ("b32", arguments[1]))
         elif name == "relinquish_alloc_permit":
@@ -424,7 +445,9 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
         barrier = arguments[0].strip("[] ")
         if ".multicast::cluster" not in op:
             return call("sm100_commit", *first, ("b32", barrier), ("b32", str(two_ctas)), ("b32", "0"))
-        body = call("sm100_commit", *first, ("b32", barrier), ("b32", str(two_ctas | MULTICAST)), ("b32", "%smc"))
+        body = call(
+            "sm100_commit", *first, ("b32", barrier), ("b32", str(two_ctas | MULTICAST)), ("b32", "%smc")
+        )
         return f"{{\n.reg .b32 %smc;\ncvt.u32.u16 %smc, {arguments[1]};\n{body}\n}}"
 
     @staticmethod
@@ -440,7 +463,12 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
             given = split_operands(rest.pop(0)[1:-1])
             lanes[: len(given)] = given
         accumulates, *scale = rest
-        lines = ["{", ".reg .b32 %smf;", ".reg .b64 %sma;", f"selp.b32 %smf, {ACCUMULATES}, 0, {accumulates};"]
+        lines = [
+            "{",
+            ".reg .b32 %smf;",
+            ".reg .b64 %sma;",
+            f"selp.b32 %smf, {ACCUMULATES}, 0, {accumulates};",
+        ]
         if a.startswith("["):
             flags |= A_IN_TENSOR_MEMORY
             lines.append(f"cvt.u64.u32 %sma, {a.strip('[] ')};")
@@ -449,8 +477,15 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
         lines.append(f"or.b32 %smf, %smf, {flags};")
         lines.append(
             call(
-                "sm100_mma", *first, ("b32", d.strip("[] ")), ("b64", "%sma"), ("b64", b), ("b32", idesc),
-                ("b32", "%smf"), ("b32", scale[0] if scale else "0"), *[("b32", x) for x in lanes],
+                "sm100_mma",
+                *first,
+                ("b32", d.strip("[] ")),
+                ("b64", "%sma"),
+                ("b64", b),
+                ("b32", idesc),
+                ("b32", "%smf"),
+                ("b32", scale[0] if scale else "0"),
+                *[("b32", x) for x in lanes],
             )  # fmt: skip
         )
         return "\n".join([*lines, "}"])
@@ -471,7 +506,14 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
         rows, chunks, spread = shapes[match[1]]
         shape = rows | chunks << 8 | spread << 12
         d, source = arguments
-        return call("sm100_copy", *first, ("b32", d.strip("[] ")), ("b64", source), ("b32", str(shape)), ("b32", str(two_ctas)))
+        return call(
+            "sm100_copy",
+            *first,
+            ("b32", d.strip("[] ")),
+            ("b64", source),
+            ("b32", str(shape)),
+            ("b32", str(two_ctas)),
+        )
 
     # Loads and stores of tensor memory
     # ---------------------------------------------------------------------------------------------------------------
@@ -561,7 +603,9 @@ mad.lo.u32 %sc, %sc, {LANES}, %sl;
 mul.wide.u32 %so, %sc, 4;
 add.u64 {pointer}, %sm100_cta, %so;
 """
-        offsets = [TENSOR_MEMORY + 4 * (column * LANES + lane) for column, lane in map(place, range(len(names)))]
+        offsets = [
+            TENSOR_MEMORY + 4 * (column * LANES + lane) for column, lane in map(place, range(len(names)))
+        ]
         access = Access(site, pointer, names, offsets, set(names))
         if direction == "ld":
             self.loads.append(access)
@@ -569,7 +613,10 @@ add.u64 {pointer}, %sm100_cta, %so;
         if not self.is_waited_for(tokens, at):
             self.result.unwaited.append(site)
             if not self.strict:
-                body = "\n".join(f"st.relaxed.gpu.global.b32 [{pointer}+{o}], {r};" for r, o in zip(names, offsets, strict=True))
+                body = "\n".join(
+                    f"st.relaxed.gpu.global.b32 [{pointer}+{o}], {r};"
+                    for r, o in zip(names, offsets, strict=True)
+                )
                 return self.delay() + "\n" + head + body + "\n}"
         access.registers = [f"%sm100_c{self.copies + i}" for i in range(len(names))]
         self.copies += len(names)
@@ -611,18 +658,33 @@ add.u64 {pointer}, %sm100_cta, %so;
         ]
         lines += ["{", ".reg .pred %su, %sw;", "setp.ne.u32 %su, 0, 0;", "setp.ne.u32 %sw, 0, 0;"]
         for r in access.registers:
-            lines += [f"setp.eq.or.b32 %su, {r}, {UNWRITTEN}, %su;", f"setp.eq.or.b32 %sw, {r}, {PENDING}, %sw;"]
-        lines += [self.report("%su", READ_UNWRITTEN, access.site), self.report("%sw", READ_PENDING, access.site), "}"]
+            lines += [
+                f"setp.eq.or.b32 %su, {r}, {UNWRITTEN}, %su;",
+                f"setp.eq.or.b32 %sw, {r}, {PENDING}, %sw;",
+            ]
+        lines += [
+            self.report("%su", READ_UNWRITTEN, access.site),
+            self.report("%sw", READ_PENDING, access.site),
+            "}",
+        ]
         text = "\n".join(lines) + "\n"
         if access.dropped_at:
             label = self.new_label()
-            skip = f"{{{self.fault(access.dropped_at)}\nsetp.ne.u32 %skq, %sk, {DROP};\n@%skq bra {label};\n}}\n"
+            skip = (
+                f"{{{self.fault(access.dropped_at)}\nsetp.ne.u32 %skq, %sk, {DROP};\n@%skq bra {label};\n}}\n"
+            )
             text = f"{skip}{text}{label}:\n"
         return text
 
     @staticmethod
     def complete_store(access: Access) -> str:
-        return "\n".join(f"st.relaxed.gpu.global.b32 [{access.address}+{o}], {r};" for r, o in zip(access.registers, access.offsets, strict=True)) + "\n"
+        return (
+            "\n".join(
+                f"st.relaxed.gpu.global.b32 [{access.address}+{o}], {r};"
+                for r, o in zip(access.registers, access.offsets, strict=True)
+            )
+            + "\n"
+        )
 
     def wait_for_access(self, op: str) -> str:
         site = self.new_site(op)
@@ -642,7 +704,9 @@ add.u64 {pointer}, %sm100_cta, %so;
         """Accesses that are waited for elsewhere are done at the end of their block."""
         elsewhere = sum(not x.dropped_at for x in self.loads) + len(self.stores)
         self.result.counts["accesses waited for in another block"] += elsewhere
-        text = "\n" + self.complete_loads(len(self.loads)) + "".join(self.complete_store(x) for x in self.stores)
+        text = (
+            "\n" + self.complete_loads(len(self.loads)) + "".join(self.complete_store(x) for x in self.stores)
+        )
         self.stores = []
         return text
 
@@ -661,14 +725,18 @@ add.u64 {pointer}, %sm100_cta, %so;
                 continue
             closing = self.end_of(text, opening)
             out.append(text[at : match.start()])
-            out.append(self.function(text[match.start() : opening], text[opening + 1 : closing], match[1] == "entry"))
+            out.append(
+                self.function(text[match.start() : opening], text[opening + 1 : closing], match[1] == "entry")
+            )
             at = closing + 1
         out.append(text[at:])
         module = re.sub(r"^\.target\s+sm_100a", ".target sm_90a", "".join(out), flags=re.MULTILINE)
         bare = re.sub(r"//[^\n]*", "", module)
         if left := sorted(set(re.findall(r"tcgen05\.[\w.:]+|[\w.]+\.f32x2|[\w.:]*cta_group[\w.:]*", bare))):
             raise Unknown(f"not rewritten: {left}")
-        emulator = re.sub(r"^(//.*|\.version.*|\.target.*|\.address_size.*)$", "", emulator, flags=re.MULTILINE)
+        emulator = re.sub(
+            r"^(//.*|\.version.*|\.target.*|\.address_size.*)$", "", emulator, flags=re.MULTILINE
+        )
         emulator = emulator.replace(".visible .func", ".func")
         if self.result.counts["pair loads"]:
             # A whole kilobyte, so that what follows keeps its alignment and with it its swizzle.

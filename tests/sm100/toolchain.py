@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ARCHITECTURE = "arch=compute_100a,code=sm_100a"
@@ -33,7 +33,14 @@ def flags(cutlass: Path, includes: Sequence[Path] = ()) -> list[str]:
         cutlass / "examples/77_blackwell_fmha",
         *includes,
     ]
-    options = ["-std=c++17", "-O3", "-DNDEBUG", "-lineinfo", "--expt-relaxed-constexpr", "--expt-extended-lambda"]
+    options = [
+        "-std=c++17",
+        "-O3",
+        "-DNDEBUG",
+        "-lineinfo",
+        "--expt-relaxed-constexpr",
+        "--expt-extended-lambda",
+    ]
     return options + [f"-I{folder}" for folder in folders]
 
 
@@ -68,12 +75,14 @@ class Compilation:
             self._run(self._front)
         return self.ptx
 
-    def assemble(self, rewrite: Callable[[str], str]) -> Path:
-        """PTX, through `rewrite`, to an object file with machine code for sm_90a."""
+    def assemble(self, text: str) -> Path:
+        """Rewritten PTX to an object file with machine code for sm_90a."""
         rewritten = self.folder / f"{self.name}.sm90.ptx"
-        rewritten.write_text(rewrite(self.ptx.read_text()))
+        rewritten.write_text(text)
         self._run(
-            line.replace("sm_100a", "sm_90a").replace("sm=100a", "sm=90a").replace(str(self.ptx), str(rewritten))
+            line.replace("sm_100a", "sm_90a")
+            .replace("sm=100a", "sm=90a")
+            .replace(str(self.ptx), str(rewritten))
             for line in self._back
         )
         return self.object
@@ -81,8 +90,11 @@ class Compilation:
     def _run(self, lines) -> None:
         for line in lines:
             # The shell expands what nvcc wrote with its own variables, of which some hold quotes.
-            expanded = re.sub(r"\$(INCLUDES|SYSTEM_INCLUDES|LIBRARIES|CUDAFE_FLAGS|PTXAS_FLAGS)\b",
-                              lambda m: self._environment.get(m[1], ""), line)
+            expanded = re.sub(
+                r"\$(INCLUDES|SYSTEM_INCLUDES|LIBRARIES|CUDAFE_FLAGS|PTXAS_FLAGS)\b",
+                lambda m: self._environment.get(m[1], ""),
+                line,
+            )
             run(["bash", "-c", expanded], env=self._environment, cwd=self.folder)
 
 

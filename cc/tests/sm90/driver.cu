@@ -13,6 +13,10 @@
 #include "cc/core/kernel.h"
 #include "cc/sm90/kernels.h"
 using namespace jax_fmha;
+// cc/tests/sm100 runs the same checks on the Blackwell kernels.
+#ifndef DRIVER_CAPABILITY
+#define DRIVER_CAPABILITY 90
+#endif
 #ifdef NO_BACKWARD
 static std::string NoBackward(const Problem&, const Device&) { return "not built"; }
 namespace jax_fmha {
@@ -507,7 +511,7 @@ static int launch(Data& d, Pass pass, cudaStream_t stream, std::string* why) {
   const Kernel& kernel = pass == Pass::kForward ? kSm90Forward : kSm90Backward;
   Device dev;
   dev.platform = Platform::kCuda;
-  dev.compute_capability = 90;
+  dev.compute_capability = DRIVER_CAPABILITY;
   d.p.pass = pass;
   d.p.wants_dsinks = pass == Pass::kBackward && d.c.sinks;
   std::string no = kernel.refusal(d.p, dev);
