@@ -8,6 +8,7 @@ The program is OUT, beside it OUT.sites, which names the instructions that repor
 import argparse
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,11 @@ WRAPPED = ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC", "cud
 
 def is_stale(target: Path, *sources: Path) -> bool:
     return not target.exists() or any(target.stat().st_mtime < s.stat().st_mtime for s in sources)
+
+
+def first_site(source: Path) -> int:
+    """Sites of different modules differ, because a fault is planted in one of them."""
+    return 1 + 10000 * (zlib.crc32(source.stem.encode()) % 100000)
 
 
 class Builder:
@@ -49,6 +55,18 @@ class Builder:
             toolchain.run(["g++", *self.host_flags, "-c", str(source), "-o", str(target)])
         return target
 
+    def compile(
+        self, name: str, source: Path, options: Sequence[str] = (), first_site: int = 1, **rewriting
+    ) -> toolchain.Compilation:
+        """The object file of a CUDA source for sm_100a, and the list of its sites."""
+        compilation = toolchain.Compilation(source, self.folder / f"{name}.steps", [*self.flags, *options])
+        ptx = compilation.compile()
+        if is_stale(compilation.object, ptx, *EMULATOR) or not compilation.sites.exists():
+            result = rewrite.rewrite(ptx.read_text(), self.emulator(), first_site=first_site, **rewriting)
+            compilation.assemble(result.text)
+            compilation.sites.write_text("".join(f"{site}\n" for site in result.sites))
+        return compilation
+
     def build(
         self,
         name: str,
@@ -58,30 +76,20 @@ class Builder:
         **rewriting,
     ) -> Path:
         """One program from CUDA sources for sm_100a, and others that are compiled as they are. Gives it back."""
-        program, steps = self.folder / name, self.folder / f"{name}.steps"
-        objects, sites = [self.host()], []
-        for i, source in enumerate(sources):
-            compilation = toolchain.Compilation(source, steps, [*self.flags, *options])
-            ptx = compilation.compile()
-            listing = compilation.object.with_suffix(".sites")
-            if is_stale(compilation.object, ptx, *EMULATOR) or not listing.exists():
-                # Sites of different modules must differ, because a fault is planted in one of them.
-                result = rewrite.rewrite(
-                    ptx.read_text(), self.emulator(), first_site=1 + 10000 * i, **rewriting
-                )
-                compilation.assemble(result.text)
-                listing.write_text("".join(f"{site}\n" for site in result.sites))
-            sites += listing.read_text().splitlines()
+        objects, sites = [self.host()], ""
+        for source in sources:
+            compilation = self.compile(name, source, options, first_site(source), **rewriting)
             objects.append(compilation.object)
+            sites += compilation.sites.read_text()
         for source in plain:
-            target = steps / f"{source.stem}.{source.suffix[1:]}.o"
-            if is_stale(target, source):
-                command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
-                toolchain.run([*command, "-c", str(source), "-o", str(target)])
+            target = self.folder / f"{name}.steps" / f"{source.stem}.{source.suffix[1:]}.o"
+            command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
+            toolchain.run([*command, "-c", str(source), "-o", str(target)])
             objects.append(target)
         wraps = [f"-Wl,--wrap={function}" for function in WRAPPED]
+        program = self.folder / name
         toolchain.run(["g++", "-o", str(program), *map(str, objects), *wraps, *self.link_flags])
-        program.with_name(f"{name}.sites").write_text("".join(f"{site}\n" for site in sites))
+        program.with_name(f"{name}.sites").write_text(sites)
         return program
 
 

@@ -220,7 +220,7 @@ static __device__ bool Check(Cta* cta, const Operation& op, const Shape& s) {
   ok = ok && (s.kind == kKindTf32 ? s.a_format == 2 && s.b_format == 2 : s.a_format <= 1 && s.b_format <= 1);
   ok = ok && (s.two_ctas ? (s.m == 128 || s.m == 256) && s.n % 16 == 0 && s.n >= 32
                          : (s.m == 64 && s.n % 8 == 0) || (s.m == 128 && s.n % 16 == 0));
-  ok = ok && s.n >= 8 && s.n <= 256 && !(s.a_in_tmem && s.a_mn_major) && !(s.kind == kKindTf32 && false);
+  ok = ok && s.n >= 8 && s.n <= 256 && !(s.a_in_tmem && s.a_mn_major);
   if (!ok) {
     Tell(kBadInstructionDescriptor, op.site, op.idesc, op.flags, 0);
     return false;
@@ -250,10 +250,9 @@ static __device__ bool Check(Cta* cta, const Operation& op, const Shape& s) {
     Tell(kOutsideTensorMemory, op.site, op.d, static_cast<uint32_t>(op.a), d_columns);
     return false;
   }
-  if (!IsAllocated(cta, d, d_columns) || (s.a_in_tmem && !IsAllocated(cta, a, 8))) {
+  // Told, but done: the hardware's memory is there as well.
+  if (!IsAllocated(cta, d, d_columns) || (s.a_in_tmem && !IsAllocated(cta, a, 8)))
     Tell(kNotAllocated, op.site, op.d, static_cast<uint32_t>(op.a), d_columns);
-    return false;
-  }
   return true;
 }
 
@@ -296,7 +295,6 @@ static __device__ __noinline__ void Multiply(const Crew& crew, Cta* cta, const O
           }
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
-            const int per_word = 4 >> s.log_size();
             if (s.kind == kKindF8) {
               a[r][i] = Widen(w[i / 4], i % 4, s.kind, s.a_format);
             } else if (s.kind == kKindF16) {
@@ -304,7 +302,6 @@ static __device__ __noinline__ void Multiply(const Crew& crew, Cta* cta, const O
             } else if (i < 8 && i / 4 == half) {
               a[r][i] = Widen(w[i % 4], 0, s.kind, s.a_format);
             }
-            (void)per_word;
           }
         }
         if (s.a_negative) {
@@ -611,7 +608,6 @@ __device__ __noinline__ void sm100_wait(uint64_t cta_, uint32_t site, uint32_t b
   crew.Sync();
 }
 
-// Tells the hang detector that a wait has ended.
 __device__ __noinline__ void sm100_mma(uint64_t cta, uint32_t site, uint32_t d, uint64_t a, uint64_t b, uint32_t idesc,
                                        uint32_t flags, uint32_t scale, uint32_t l0, uint32_t l1, uint32_t l2,
                                        uint32_t l3, uint32_t l4, uint32_t l5, uint32_t l6, uint32_t l7) {
@@ -700,6 +696,19 @@ __device__ __noinline__ void sm100_alloc(uint64_t cta_, uint32_t site, uint32_t 
   for (uint32_t i = LaneId(); i < columns * kLanes; i += 32) cta->tmem[base * kLanes + i] = kUnwritten;
   __threadfence();
   __syncwarp();
+  if ((flags & kTwoCtas) && LaneId() == 0) {
+    // Both blocks of a pair allocate before either goes on, for products write to both.
+    Cta* peer = PeerOf(cta, ClusterRank() ^ 1);
+    atomicAdd(&cta->pair_allocations, 1u);
+    __threadfence();
+    for (const uint64_t start = Now(); Volatile(peer->pair_allocations) < Volatile(cta->pair_allocations);) {
+      if (Now() > start + sm100_control.timeout) {
+        Tell(kHang, site, columns, 0, 0);
+        asm volatile("trap;");
+      }
+    }
+  }
+  __syncwarp();
   // Last, so that a reader that is not ordered after the allocation finds what was there before.
   if (LaneId() == 0) asm volatile("st.shared::cta.u32 [%0], %1;" ::"r"(to), "r"(base) : "memory");
   __syncwarp();
@@ -737,13 +746,14 @@ __device__ __noinline__ void sm100_relinquish(uint64_t cta) {
 
 // A TMA load whose barrier may be in the other block of the pair, which Hopper's cannot tell. Such a load goes by a
 // barrier of its own, and the bytes are then counted where they are awaited.
-__device__ __noinline__ void sm100_pair_load(uint32_t to, uint64_t tensor, uint32_t barrier, uint32_t own, uint32_t rank,
-                                             uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4) {
+__device__ __noinline__ void sm100_pair_load(uint32_t site, uint32_t to, uint64_t tensor, uint32_t barrier,
+                                             uint32_t own, uint32_t rank, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t c4) {
   const bool is_remote = (barrier >> 24) != (to >> 24);
   const uint32_t bytes = reinterpret_cast<const uint32_t*>(tensor)[16];  // of a box; found by comparing tensor maps
   uint32_t signal = barrier;
   if (is_remote) {
-    signal = own + 8 * (Warp() % kWarps);
+    // As an address in the cluster, which names the block in its upper byte.
+    signal = (own & 0xffffff) + (to & 0xff000000) + 8 * (Warp() % kWarps);
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(signal) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -762,7 +772,11 @@ __device__ __noinline__ void sm100_pair_load(uint32_t to, uint64_t tensor, uint3
 #undef LOAD
   if (is_remote) {
     uint32_t done = 0;
-    while (!done) {
+    for (const uint64_t start = Now(); !done;) {
+      if (Now() > start + sm100_control.timeout) {
+        Tell(kHang, site, to, barrier, bytes);
+        asm volatile("trap;");
+      }
       asm volatile(
           "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
           : "=r"(done)

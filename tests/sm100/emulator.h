@@ -111,9 +111,9 @@ struct Wait {
 
 struct Cta {
   uint32_t allocated;  // bit c: columns [32 c, 32 c + 32)
-  uint32_t relinquished, num_queues, linear;
+  uint32_t relinquished, num_queues, unused0;
   uint32_t queue_of_warp[kWarps];  // 1 + queue, 0 for none
-  uint32_t alloc_site, sm, unused[2];
+  uint32_t alloc_site, pair_allocations, unused[2];
   Wait waits[kWarps];
   uint32_t padding[1024 - 4 - kWarps - 4 - 4 * kWarps];
   uint32_t tmem[kColumns * kLanes];  // a column's lanes lie side by side, so that warps read in one go

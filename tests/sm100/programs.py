@@ -52,6 +52,7 @@ VARLEN = ((r"FwdRunner<false, ", "FwdRunner<true, "),)
 FIXED_LENGTH = ((r"FwdRunner<true, ", "FwdRunner<false, "),)
 INDIVIDUAL = ((r'(persistent", Option<Tag::kIsPersistent, )true_type', r"\1false_type"),)
 PERSISTENT = ((r'(individual", Option<Tag::kIsPersistent, )false_type', r"\1true_type"),)
+VARLEN_CASE = "--persistent --varlen --d=128 --h=4"
 FIXED_BACKWARD = ((r"return fn\(std::true_type\{\}\);", "return fn(std::false_type{});"),)
 
 PROGRAMS = (
@@ -68,16 +69,16 @@ PROGRAMS = (
         (*FORWARD, *VARLEN, *PERSISTENT, *masks("NoMask", "CausalMask")),
         ("-DFP16",),
         (
-            "--persistent --varlen --mask=causal --causal-type=qend --d=128 --h=4 --varlen-q=177:845 --varlen-k=257:766",
-            "--persistent --varlen --mask=causal --causal-type=qend --d=128 --h=4 --varlen-q=17 --varlen-k=257",
-            "--persistent --varlen --mask=residual --d=128 --h=4 --h_k=2 --varlen-q=3:2 --varlen-k=2:5",
-            "--persistent --varlen --mask=residual --d=128 --h=4 --varlen-q=256:256 --varlen-k=512:512",
+            f"{VARLEN_CASE} --mask=causal --causal-type=qend --varlen-q=177:766 --varlen-k=257:845",
+            f"{VARLEN_CASE} --mask=causal --causal-type=qend --varlen-q=17 --varlen-k=257",
+            f"{VARLEN_CASE} --mask=residual --h_k=2 --varlen-q=3:2 --varlen-k=2:5",
+            f"{VARLEN_CASE} --mask=residual --varlen-q=256:256 --varlen-k=512:512",
         ),
     ),
     Program(
         "forward_fp8",
         "77_blackwell_fmha.cu",
-        (*FORWARD, *FIXED_LENGTH, *INDIVIDUAL) + masks("CausalMask", "CausalMask<false>", "ResidualMask"),
+        (*FORWARD, *FIXED_LENGTH, *INDIVIDUAL, *masks("CausalMask", "CausalMask<false>", "ResidualMask")),
         ("-DFP8",),
         ("--b=1 --h=2 --q=256 --k=512 --d=128",),
     ),
@@ -90,7 +91,7 @@ PROGRAMS = (
             "--b=1 --h=2 --q=256 --k=256 --d=128 --mask=no",
             "--b=1 --h=2 --q=512 --k=512 --d=128 --mask=causal",
         ),
-        "dealloc-while-pending",
+        "dealloc-while-pending,not-allocated",
     ),
     Program(
         "decode_mla",

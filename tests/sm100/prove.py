@@ -42,6 +42,11 @@ class Place:
     at: str = ""
     n: int = 0
 
+    def name_of(self, places: str) -> str:
+        """The place that was asked for, of all those from which the instruction was inlined."""
+        matching = [p for p in places.split(" < ") if re.search(self.at, p)]
+        return matching[-1].removeprefix("sm100_fmha_").replace("_tma_warpspecialized", "")
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -51,8 +56,8 @@ class Fault:
     value: int = 0
 
 
-# In the first forward program, by the lines of CUTLASS 4.2. Warps 0-7 are the softmax, 8-11 correct, 12 issues products,
-# 13 loads, 14 stores.
+# In the first forward program, by the lines of CUTLASS 4.2. Warps 0-7 are the softmax, 8-11 correct, 12 issues
+# products, 13 loads, 14 stores.
 MMA, COMMIT, WAIT, ARRIVE = "tcgen05.mma", "tcgen05.commit", "mbarrier.try_wait", "mbarrier.arrive.shared"
 EXPECT, STORE, LOAD = "mbarrier.arrive.expect_tx", "tcgen05.st", "tcgen05.ld"
 
@@ -69,7 +74,7 @@ FAULTS = (
     Fault("V is taken for K-major", mainloop(MMA, 385), INSTRUCTION, 1 << 16),
     Fault("Q is taken for bfloat16", mainloop(MMA, 334), INSTRUCTION, 1 << 7),
     Fault("M is 64 instead of 128", mainloop(MMA, 334), INSTRUCTION, 12 << 24),
-    Fault("N is 8 too large for tensor memory's end", mainloop(MMA, 494), INSTRUCTION, 48 << 17),
+    Fault("N is 256 where tensor memory ends after 128", mainloop(MMA, 494), INSTRUCTION, 48 << 17),
     Fault("K's descriptor has 64-byte swizzle", mainloop(MMA, 334), B, 6 << 61),
     Fault("K's descriptor has twice the stride (SBO)", mainloop(MMA, 334), B, 192 << 32),
     Fault("V's descriptor has a wrong leading stride (LBO)", mainloop(MMA, 385), B, 64 << 16),
@@ -78,7 +83,7 @@ FAULTS = (
     Fault("V is read from another stage", mainloop(MMA, 385), B, 1 << 11),
     Fault("P is read one column off", mainloop(MMA, 385), A, 1),
     Fault("O is written one column off", mainloop(MMA, 385), D, 1),
-    Fault("a product is written outside what was allocated", mainloop(MMA, 494), D, 1 << 8),
+    Fault("D lies behind the end of tensor memory", mainloop(MMA, 494), D, 1 << 8),
     Fault("one k-step of S is missing", mainloop(MMA, 334, 3), DROP),
     Fault("S adds to what was there", mainloop(MMA, 334), ACCUMULATE),
     Fault("O starts anew in the loop", mainloop(MMA, 462), ACCUMULATE),
@@ -175,7 +180,7 @@ def planted(folder: Path, program: Program, jobs: int) -> tuple[list[dict], bool
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = list(pool.map(attempt, tasks))
     rows = [
-        {"fault": fault.what, "place": site.place, "mode": mode, "outcome": outcome}
+        {"fault": fault.what, "place": fault.place.name_of(site.place), "mode": mode, "outcome": outcome}
         for (fault, site, mode), (outcome, _) in zip(tasks, outcomes, strict=True)
     ]
     caught = {row["fault"] for row in rows if row["outcome"] != "passed"}

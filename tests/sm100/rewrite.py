@@ -36,6 +36,25 @@ FUNCTION = re.compile(r"^(?:\.visible |\.weak |\.extern )*\.(entry|func)\b", re.
 LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 
+# Where a thread's first word lies in the matrix, and register i relative to it: (column, lane), as in the
+# register layouts of CuTe's Copy_Traits for these instructions.
+SHAPES: dict[str, tuple[int, Callable[[int], tuple[int, int]]]] = {
+    "32x32b": (1, lambda i: (i, 0)),
+    "16x64b": (1, lambda i: (2 * i, 0)),
+    "16x128b": (2, lambda i: (i // 2 * 4, 8 * (i & 1))),
+    "16x256b": (4, lambda i: (i // 4 * 8 + (i & 1), 8 * (i >> 1 & 1))),
+    "16x32bx2": (1, lambda i: (i, 0)),
+}
+WIDTHS = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 1}
+FIRST_WORD = {  # %sc: column, %sl: lane, from the lane number in %sn
+    "32x32b": "mov.u32 %sc, 0;\nmov.u32 %sl, %sn;",
+    "16x64b": "bfe.u32 %sc, %sn, 1, 1;\nand.b32 %sl, %sn, 1;\nshl.b32 %sl, %sl, 3;\nshr.u32 %st, %sn, 2;\n"
+    "add.u32 %sl, %sl, %st;",
+    "16x128b": "and.b32 %sc, %sn, 3;\nshr.u32 %sl, %sn, 2;",
+    "16x256b": "and.b32 %sc, %sn, 3;\nshl.b32 %sc, %sc, 1;\nshr.u32 %sl, %sn, 2;",
+    "16x32bx2": "shr.u32 %sc, %sn, 4;\nmul.lo.u32 %sc, %sc, SPLIT;\nand.b32 %sl, %sn, 15;",
+}
+
 
 class Unknown(Exception):
     """An instruction that the emulator does not know."""
@@ -384,10 +403,9 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
             raise Unknown(op)
         self.result.counts["pair loads"] += 1
         padded = coordinates + ["0"] * (5 - len(coordinates))
-        body = call(
-            "sm100_pair_load", ("b32", to.strip("[] ")), ("b64", tensor), ("b32", barrier.strip("[] ")),
-            ("b32", "%sts"), ("b32", str(len(coordinates))), *[("b32", c) for c in padded],
-        )  # fmt: skip
+        place = [("b32", str(site)), ("b32", to.strip("[] ")), ("b64", tensor), ("b32", barrier.strip("[] "))]
+        rank = [("b32", "%sts"), ("b32", str(len(coordinates)))]
+        body = call("sm100_pair_load", *place, *rank, *[("b32", c) for c in padded])
         lines += [".reg .b32 %sts;", "mov.u32 %sts, sm100_barriers;"]
         return self.delay() + "\n".join([*lines, self.guarded(negated, guard, body), "}"])
 
@@ -486,7 +504,7 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
                 ("b32", "%smf"),
                 ("b32", scale[0] if scale else "0"),
                 *[("b32", x) for x in lanes],
-            )  # fmt: skip
+            )
         )
         return "\n".join([*lines, "}"])
 
@@ -518,28 +536,9 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
     # Loads and stores of tensor memory
     # ---------------------------------------------------------------------------------------------------------------
 
-    # Where a thread's first word lies in the matrix, and register i relative to it: (column, lane), as in the
-    # register layouts of CuTe's Copy_Traits for these instructions.
-    SHAPES: dict[str, tuple[int, Callable[[int], tuple[int, int]]]] = {
-        "32x32b": (1, lambda i: (i, 0)),
-        "16x64b": (1, lambda i: (2 * i, 0)),
-        "16x128b": (2, lambda i: (i // 2 * 4, 8 * (i & 1))),
-        "16x256b": (4, lambda i: (i // 4 * 8 + (i & 1), 8 * (i >> 1 & 1))),
-        "16x32bx2": (1, lambda i: (i, 0)),
-    }
-    WIDTHS = {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 1}
-    FIRST_WORD = {  # %sc: column, %sl: lane, from the lane number in %sn
-        "32x32b": "mov.u32 %sc, 0;\nmov.u32 %sl, %sn;",
-        "16x64b": "bfe.u32 %sc, %sn, 1, 1;\nand.b32 %sl, %sn, 1;\nshl.b32 %sl, %sl, 3;\nshr.u32 %st, %sn, 2;\n"
-        "add.u32 %sl, %sl, %st;",
-        "16x128b": "and.b32 %sc, %sn, 3;\nshr.u32 %sl, %sn, 2;",
-        "16x256b": "and.b32 %sc, %sn, 3;\nshl.b32 %sc, %sc, 1;\nshr.u32 %sl, %sn, 2;",
-        "16x32bx2": "shr.u32 %sc, %sn, 4;\nmul.lo.u32 %sc, %sc, SPLIT;\nand.b32 %sl, %sn, 15;",
-    }
-
     def access(self, op: str, operands: str, tokens: list, at: int) -> str:
         match = re.fullmatch(r"tcgen05\.(ld|st)\.sync\.aligned\.(\w+)\.x(\d+)\.b32", op)
-        if match is None or match[2] not in self.SHAPES:
+        if match is None or match[2] not in SHAPES:
             raise Unknown(op)
         direction, shape, repeats = match[1], match[2], int(match[3])
         arguments = split_operands(operands)
@@ -552,11 +551,11 @@ setp.eq.or.u32 {done}, %sk, {DROP}, {done};
             split = rest.pop(0)
         if rest:
             raise Unknown(f"{op} {operands}")
-        per_repeat, place = self.SHAPES[shape]
+        per_repeat, place = SHAPES[shape]
         names = split_operands(registers.strip("{} \n\t"))
         if len(names) != per_repeat * repeats:
             raise Unknown(f"{op} with {len(names)} registers")
-        columns = self.WIDTHS[shape] * repeats
+        columns = WIDTHS[shape] * repeats
         site = self.new_site(op)
         pointer = f"%sm100_a{self.addresses}"
         self.addresses += 1
@@ -594,7 +593,7 @@ and.b32 %sm, %sm, %st;
 setp.ne.u32 %sbad, %sm, %st;
 {self.report("%sbad", NOT_ALLOCATED, site, "%sa", str(columns))}
 mov.u32 %sn, %laneid;
-{self.FIRST_WORD[shape].replace("SPLIT", split)}
+{FIRST_WORD[shape].replace("SPLIT", split)}
 bfe.u32 %st, %sa, 16, 7;
 add.u32 %sl, %sl, %st;
 and.b32 %st, %sa, 0x1ff;

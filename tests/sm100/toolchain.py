@@ -51,6 +51,7 @@ class Compilation:
         folder.mkdir(parents=True, exist_ok=True)
         self.source, self.folder, self.name = source.resolve(), folder.resolve(), source.stem
         self.object = self.folder / f"{self.name}.o"
+        self.sites = self.folder / f"{self.name}.sites"
         command = ["nvcc", "--dryrun", "--keep", "--keep-dir", str(self.folder), *options]
         command += ["-gencode", ARCHITECTURE, "-c", str(self.source), "-o", str(self.object)]
         self._front: list[str] = []
