@@ -12,8 +12,9 @@ inline std::string DeviceRefusal(const Device& device) {
   if (device.platform != Platform::kCuda) return "the platform is not CUDA";
   const int capability = device.compute_capability;
   if (capability == 100 || capability == 103) return {};
-  std::string reason = "compute capability 10.0 or 10.3 (Blackwell with tcgen05) is needed, the device has " +
-                       std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+  std::string reason =
+      "compute capability 10.0 or 10.3 (Blackwell with tcgen05) is needed, the device has " +
+      std::to_string(capability / 10) + "." + std::to_string(capability % 10);
   if (capability / 10 == 12) reason += ", which has no tensor memory";
   return reason;
 }

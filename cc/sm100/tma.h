@@ -1,9 +1,10 @@
 // Tensor maps (TMA descriptors) that span mapped memory only, which Blackwell asks for: unlike
 // Hopper's, none reaches in front of its operand.
 //
-// An operand is [entries, rows, heads, head_dim]. A plain map loads any box_rows rows and fills what
-// lies past the operand with zeros. A masked map describes the rows twice, by an offset and by a
-// masking dimension of box_rows rows, and so ends a box at any row of the operand from box_rows on.
+// An operand is [entries, rows, heads, head_dim]. A plain map loads any box_rows rows and fills
+// what lies past the operand with zeros. A masked map describes the rows twice, by an offset and by
+// a masking dimension of box_rows rows, and so ends a box at any row of the operand from box_rows
+// on.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +31,8 @@ inline int64_t EntriesOf(const BatchMap& map) {
   return last + 1;
 }
 
-// A masked map needs at least box_rows rows; with fewer it is left as it is, for nothing will use it.
+// A masked map needs at least box_rows rows; with fewer it is left as it is, for nothing will use
+// it.
 inline Status EncodeRows(const RowTensor& x, int box_rows, int box_cols, bool is_masked,
                          CUtensorMap* map) {
   if (is_masked && x.rows < box_rows) return {};

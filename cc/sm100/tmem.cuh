@@ -1,8 +1,8 @@
 // Tensor memory and the barriers around it, as thin wrappers around CuTe's instructions.
 //
 // An address is a lane in its upper and a column in its lower 16 bits. A warp reaches the 32 lanes
-// that begin at 32 times its number in the warpgroup, and a thread holds one lane: a row of scores or
-// output.
+// that begin at 32 times its number in the warpgroup, and a thread holds one lane: a row of scores
+// or output.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

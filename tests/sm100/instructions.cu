@@ -18,7 +18,8 @@
 
 using namespace cute;
 
-namespace {
+// Not unnamed: CuTe has an unnamed namespace of its own, which nvcc's host code would mix up with this.
+namespace instructions {
 
 int failures = 0;
 
@@ -429,9 +430,10 @@ __global__ void MistakeKernel(int mistake, uint32_t* out) {
   if (mistake == kDoubleFree) Free(tmem, 64);
 }
 
-}  // namespace
+}  // namespace instructions
 
 int main(int argc, char** argv) {
+  using namespace instructions;
   if (argc > 1 && argv[1][0] != '-') {
     for (int i = 0; i < 10; ++i) {
       if (std::strcmp(argv[1], kMistakes[i]) != 0) continue;

@@ -20,7 +20,7 @@ def run(command: Sequence[str], **options) -> str:
     """Runs a command and gives back what it printed; a failure shows it."""
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     if done.returncode != 0:
-        raise SystemExit(f"{shlex.join(command)}\n{done.stdout}\nexit status {done.returncode}")
+        raise SystemExit(f"{shlex.join(command)}\n{done.stdout[:4000]}\nexit status {done.returncode}")
     return done.stdout
 
 

@@ -1,11 +1,11 @@
-// Forward attention on Blackwell: out = softmax(scale * q k^T) v for [entries, T, N, H] operands, and
-// its lse.
+// Forward attention on Blackwell: out = softmax(scale * q k^T) v for [entries, T, N, H] operands,
+// and its lse.
 //
-// A thread block works on two groups of 128 query rows, whose scores, probabilities and outputs live
-// in tensor memory. While the tensor core works on one group, a softmax warpgroup works on the other;
-// a thread holds a whole row of scores, so that no row statistic needs a shuffle. A third warpgroup
-// rescales outputs when a row's maximum has grown too far, and stores the results. Blocks are
-// persistent and take (query tile, head, batch entry) triples, longest first.
+// A thread block works on two groups of 128 query rows, whose scores, probabilities and outputs
+// live in tensor memory. While the tensor core works on one group, a softmax warpgroup works on the
+// other; a thread holds a whole row of scores, so that no row statistic needs a shuffle. A third
+// warpgroup rescales outputs when a row's maximum has grown too far, and stores the results. Blocks
+// are persistent and take (query tile, head, batch entry) triples, longest first.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -38,7 +38,7 @@ struct ForwardParams {
 // whatever lies behind queries and keys is harmless.
 struct ForwardTensors {
   CUtensorMap q, k, v;
-  CUtensorMap v_masked;  // ends at any row from kRows on
+  CUtensorMap v_masked;   // ends at any row from kRows on
   CUtensorMap v_rows[2];  // 8 rows and 1 row at a time, for tiles that end before
 };
 
@@ -57,7 +57,7 @@ struct ForwardKernel {
   static constexpr int kThreads = 512;
   static constexpr int kCorrectionWarp = 8, kMmaWarp = 12, kLoadWarp = 13;
   // setmaxnreg shares out the 128 registers per thread that the block starts with.
-  static constexpr int kSoftmaxRegs = 184, kCorrectionRegs = 96, kOtherRegs = 48;
+  static constexpr int kSoftmaxRegs = 184, kCorrectionRegs = 88, kOtherRegs = 56;
 
   // Columns of tensor memory. Probabilities, two to a column, take the place of their scores.
   static constexpr int kColumns = 512;
@@ -67,10 +67,11 @@ struct ForwardKernel {
   }
   static_assert(kGroups * (kKeys + kHeadDimV) <= kColumns);
 
-  using MmaQK = decltype(make_tiled_mma(
-      SM100_MMA_F16BF16_SS<Element, Element, float, kRows, kKeys, UMMA::Major::K, UMMA::Major::K>{}));
-  using MmaPV = decltype(make_tiled_mma(SM100_MMA_F16BF16_TS<Element, Element, float, kRows, kHeadDimV,
-                                                             UMMA::Major::K, UMMA::Major::MN>{}));
+  using MmaQK = decltype(make_tiled_mma(SM100_MMA_F16BF16_SS<Element, Element, float, kRows, kKeys,
+                                                             UMMA::Major::K, UMMA::Major::K>{}));
+  using MmaPV =
+      decltype(make_tiled_mma(SM100_MMA_F16BF16_TS<Element, Element, float, kRows, kHeadDimV,
+                                                   UMMA::Major::K, UMMA::Major::MN>{}));
   using AtomK = UMMA::Layout_K_SW128_Atom<Element>;
   using AtomMn = UMMA::Layout_MN_SW128_Atom<Element>;
   using LayoutQ = decltype(UMMA::tile_to_mma_shape(
@@ -91,18 +92,19 @@ struct ForwardKernel {
     alignas(1024) Element q[kGroups][kRows * kHeadDim];
     alignas(1024) Element k[kKStages][kKeys * kHeadDim];
     alignas(1024) Element v[kVStages][kKeys * kHeadDimV];
-    float2 stats[kGroups][kRows];  // what to rescale a row's output with; at the end its sum and maximum
+    float2 stats[kGroups]
+                [kRows];  // what to rescale a row's output with; at the end its sum and maximum
     TileInfo info[kInfoSlots];
     gpu::Ring<kInfoSlots> info_ring;
     gpu::Barrier q_full[kGroups], q_empty[kGroups];
     gpu::Ring<kKStages> k_ring;
     gpu::Ring<kVStages> v_ring;
-    gpu::Barrier s_full[kGroups];      // scores are in tensor memory
-    gpu::Barrier p_full[kGroups];      // probabilities are, and the scores gone
+    gpu::Barrier s_full[kGroups];  // scores are in tensor memory
+    gpu::Barrier p_full[kGroups];  // probabilities are, and the scores gone
     gpu::Barrier stats_full[kGroups], stats_empty[kGroups];
-    gpu::Barrier o_ready[kGroups];     // the output may be added to
-    gpu::Barrier o_full[kGroups];      // it has been
-    gpu::Barrier tmem_unused;          // no warp will touch tensor memory again
+    gpu::Barrier o_ready[kGroups];  // the output may be added to
+    gpu::Barrier o_full[kGroups];   // it has been
+    gpu::Barrier tmem_unused;       // no warp will touch tensor memory again
     uint32_t tmem;
   };
 
@@ -147,8 +149,9 @@ struct ForwardKernel {
   // Loading
   // ----------------------------------------------------------------------------------------------
 
-  static __device__ __forceinline__ void LoadBox(void* to, const CUtensorMap* map, gpu::Barrier* bar,
-                                                 int col, int row, int head, int entry) {
+  static __device__ __forceinline__ void LoadBox(void* to, const CUtensorMap* map,
+                                                 gpu::Barrier* bar, int col, int row, int head,
+                                                 int entry) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
         "{%3, %4, %5, %6}], [%2];" ::"r"(gpu::SmemAddress(to)),
@@ -159,7 +162,8 @@ struct ForwardKernel {
   // Rows from `first` on, into [column block][row][kBoxCols].
   template <int kCols>
   static __device__ __forceinline__ void LoadTile(Element* to, const CUtensorMap* map,
-                                                  gpu::Barrier* bar, int first, int head, int entry) {
+                                                  gpu::Barrier* bar, int first, int head,
+                                                  int entry) {
     gpu::ArriveExpect(bar, kRows * kCols * sizeof(Element));
 #pragma unroll
     for (int c = 0; c < kCols / kBoxCols; ++c)
@@ -176,6 +180,7 @@ struct ForwardKernel {
       return;
     }
     gpu::ArriveExpect(bar, kKeys * kHeadDimV * sizeof(Element));
+#pragma unroll 1
     for (int c = 0; c < kHeadDimV / kBoxCols; ++c) {
       Element* block = to + c * kKeys * kBoxCols;
       if (end >= kKeys) {
@@ -185,11 +190,13 @@ struct ForwardKernel {
       }
       // No box of kKeys rows ends here without beginning in front of the operand. Row num_rows and
       // those behind it read as zeros.
+#pragma unroll 1
       for (int r = 0; r < kKeys; r += 8) {
         if (r + 8 <= valid || r >= valid) {
           LoadBox(block + r * kBoxCols, &tensors.v_rows[0], bar, c * kBoxCols,
                   r >= valid ? num_rows : first + r, head, entry);
         } else {
+#pragma unroll 1
           for (int i = r; i < r + 8; ++i) {
             LoadBox(block + i * kBoxCols, &tensors.v_rows[1], bar, c * kBoxCols,
                     i >= valid ? num_rows : first + i, head, entry);
@@ -210,8 +217,9 @@ struct ForwardKernel {
     int tile = blockIdx.x;
     while (tile < p.order.num_tiles) {
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info = gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(
-          s, p.order, tile);
+      const TileInfo info =
+          gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(s, p.order,
+                                                                                       tile);
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
       smem.info[slot.stage] = info;
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
@@ -254,8 +262,8 @@ struct ForwardKernel {
     gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
     smem.info[slot.stage].is_last = 1;
     gpu::Arrive(&smem.info_ring.full[slot.stage]);
-    // The last products tell these barriers that they have read their operands: until then the block
-    // must not end.
+    // The last products tell these barriers that they have read their operands: until then the
+    // block must not end.
     for (int i = 0; i < kKStages; ++i, k_state.Next())
       gpu::Wait(&smem.k_ring.empty[k_state.stage], k_state.phase);
     for (int i = 0; i < kVStages; ++i, v_state.Next())
@@ -360,18 +368,19 @@ struct ForwardKernel {
   // Softmax
   // ----------------------------------------------------------------------------------------------
 
-  // 2^x for x <= 0 on the FMA units: the integer part goes into the exponent, a polynomial of degree
-  // 3 serves the rest to 1e-4, finer than the rounding of a 16-bit probability. NaN stays NaN.
+  // 2^x, x <= kMaxLag, on the FMA units: the integer part goes into the exponent, a polynomial of
+  // degree 3 serves the rest to 1e-4, finer than the rounding of a 16-bit probability. -inf gives
+  // 0, NaN stays.
   static __device__ __forceinline__ float PolynomialExp2(float x) {
     const float clamped = fmaxf(x, -126.f);
-    const float shifted = clamped + 12582912.f;  // 1.5 * 2^23: rounds to an integer
+    const float shifted = clamped + 12582912.f;           // 1.5 * 2^23: rounds to an integer
     const float rest = clamped - (shifted - 12582912.f);  // in [-0.5, 0.5]
     const float y = fmaf(fmaf(fmaf(0.05500651f, rest, 0.2422064f), rest, 0.6932827f), rest, 1.f);
     const float result = __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
     return x >= -126.f ? result : x < 0.f ? 0.f : x;
   }
-  // Of every kPolynomialShare exponentials of a full tile one runs on the FMA units, so that the
-  // special function units keep pace with the tensor core.
+  // Of every kPolynomialShare exponentials one runs on the FMA units, so that the special function
+  // units keep pace with the tensor core.
   static constexpr int kPolynomialShare = 4;
 
   // Keys beyond the operand repeat its last: their scores are masked.
@@ -395,9 +404,8 @@ struct ForwardKernel {
     bool is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
   };
 
-  // Scale, bias and soft cap where they cannot be folded into the exponent, then masks. Gives back
-  // whether every row of the tile sees all keys.
-  static __device__ __forceinline__ bool FinishScores(const ForwardParams& p, const TileInfo& info,
+  // Scale, bias and soft cap where they cannot be folded into the exponent, then masks.
+  static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
                                                       const Row& row, int kv_first,
                                                       float (&s)[kKeys]) {
     const gpu::ScoreParams& sp = p.score;
@@ -420,7 +428,7 @@ struct ForwardKernel {
         for (int i = 0; i < kKeys; ++i) s[i] = row.cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end) return true;
+    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end) return;
     const int lo = row.interval.x - kv_first;
     const unsigned length = row.interval.y - row.interval.x;
 #pragma unroll
@@ -450,7 +458,6 @@ struct ForwardKernel {
         }
       }
     }
-    return false;
   }
 
   static __device__ __forceinline__ float MaxOf(const float (&s)[kKeys]) {
@@ -459,7 +466,8 @@ struct ForwardKernel {
     for (int i = 4; i < kKeys; i += 8) {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        top[c] = i + 4 + c < kKeys ? fmaxf(fmaxf(top[c], s[i + c]), s[i + 4 + c]) : fmaxf(top[c], s[i + c]);
+        top[c] = i + 4 + c < kKeys ? fmaxf(fmaxf(top[c], s[i + c]), s[i + 4 + c])
+                                   : fmaxf(top[c], s[i + c]);
     }
     return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
   }
@@ -468,8 +476,7 @@ struct ForwardKernel {
   // hold probabilities up to 256 as well as those up to 1, and most rescaling of outputs is spared.
   static constexpr float kMaxLag = 8.f;
 
-  // Probabilities of columns [kFirst, kFirst + 32), stored two to a column of tensor memory.
-  template <bool kUsesPolynomial>
+  // Probabilities of 32 keys, stored two to a column of tensor memory.
   static __device__ __forceinline__ void Exponentiate(float* s, float factor, float base,
                                                       uint32_t column, float2& sum) {
     uint32_t packed[16];
@@ -478,8 +485,7 @@ struct ForwardKernel {
       float2 x = make_float2(s[i], s[i + 1]);
       cute::fma(x, x, make_float2(factor, factor), make_float2(-base, -base));
       x.x = gpu::Exp2(x.x);
-      x.y = kUsesPolynomial && i / 2 % (kPolynomialShare / 2) == 0 ? PolynomialExp2(x.y)
-                                                                  : gpu::Exp2(x.y);
+      x.y = i / 2 % (kPolynomialShare / 2) == 0 ? PolynomialExp2(x.y) : gpu::Exp2(x.y);
       cute::add(sum, sum, x);
       cutlass::Array<Element, 2> pair;
       pair[0] = static_cast<Element>(x.x);
@@ -527,7 +533,7 @@ struct ForwardKernel {
         for (int c = 0; c < kKeys; c += 32)
           LoadColumns(scores + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
-        const bool is_full = FinishScores(p, info, row, info.kv_first + n * kKeys, s);
+        FinishScores(p, info, row, info.kv_first + n * kKeys, s);
         const float top = fmaxf(MaxOf(s), max);
         // -inf is caught up with at once: the difference is inf, or NaN if there is still no key.
         float rescale = 1.f;
@@ -539,16 +545,8 @@ struct ForwardKernel {
         sum.x *= rescale;
         sum.y *= rescale;
         const float base = max == -gpu::kInf ? 0.f : max * factor;
-        // Bias makes scores of -inf in full tiles, which the polynomial serves as well.
-        if (is_full) {
 #pragma unroll
-          for (int c = 0; c < kKeys; c += 32)
-            Exponentiate<true>(s + c, factor, base, scores + c / 2, sum);
-        } else {
-#pragma unroll
-          for (int c = 0; c < kKeys; c += 32)
-            Exponentiate<false>(s + c, factor, base, scores + c / 2, sum);
-        }
+        for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
         WaitStores();
         ArriveTmem(&smem.p_full[group]);
       }
@@ -617,10 +615,11 @@ struct ForwardKernel {
     WaitStores();
   }
 
-  // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse -inf
-  // or its sink. `base` is the maximum that the exponentials were taken against, in log2 units.
-  static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info, int row,
-                                                float sum, float base, uint32_t out) {
+  // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse
+  // -inf or its sink. `base` is the maximum that the exponentials were taken against, in log2
+  // units.
+  static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
+                                                int row, float sum, float base, uint32_t out) {
     const gpu::ScoreParams& sp = p.score;
     const bool is_empty = sum == 0.f;
     float scale = 1.f;
@@ -642,9 +641,10 @@ struct ForwardKernel {
       const int64_t pair = static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head;
       p.lse[pair * sp.seqlen_q + row] = sum == 0.f ? -gpu::kInf : (base + __log2f(sum)) * gpu::kLn2;
     }
-    Element* to = static_cast<Element*>(p.out) +
-                  ((static_cast<int64_t>(info.batch) * sp.seqlen_q + row) * sp.num_q_heads + info.head) *
-                      sp.head_dim_v;
+    Element* to =
+        static_cast<Element*>(p.out) +
+        ((static_cast<int64_t>(info.batch) * sp.seqlen_q + row) * sp.num_q_heads + info.head) *
+            sp.head_dim_v;
     bool is_nan = false;
 #pragma unroll 1
     for (int c = 0; c < kHeadDimV; c += 32) {

@@ -18,22 +18,29 @@ inline constexpr int64_t kSectionBytes = 48 << 20;
 
 inline Status EncodeForward(const Problem& problem, const Operands& operands, DType dtype,
                             ForwardTensors* tensors) {
-  const RowTensor q = {operands.q.data, dtype, EntriesOf(operands.q.batch), problem.seqlen_q,
-                       problem.num_q_heads, problem.head_dim};
-  const RowTensor k = {operands.k.data, dtype, EntriesOf(operands.k.batch), problem.seqlen_kv,
-                       problem.num_kv_heads, problem.head_dim};
-  const RowTensor v = {operands.v.data, dtype, EntriesOf(operands.v.batch), problem.seqlen_kv,
-                       problem.num_kv_heads, problem.head_dim_v};
+  const RowTensor q = {
+      operands.q.data,     dtype,           EntriesOf(operands.q.batch), problem.seqlen_q,
+      problem.num_q_heads, problem.head_dim};
+  const RowTensor k = {
+      operands.k.data,      dtype,           EntriesOf(operands.k.batch), problem.seqlen_kv,
+      problem.num_kv_heads, problem.head_dim};
+  const RowTensor v = {operands.v.data,
+                       dtype,
+                       EntriesOf(operands.v.batch),
+                       problem.seqlen_kv,
+                       problem.num_kv_heads,
+                       problem.head_dim_v};
   const struct {
     const RowTensor& tensor;
     int box_rows;
     bool is_masked;
     CUtensorMap* map;
-  } maps[] = {{q, kRows, false, &tensors->q},       {k, kRows, false, &tensors->k},
-              {v, kRows, false, &tensors->v},       {v, kRows, true, &tensors->v_masked},
-              {v, 8, false, &tensors->v_rows[0]},   {v, 1, false, &tensors->v_rows[1]}};
+  } maps[] = {{q, kRows, false, &tensors->q},     {k, kRows, false, &tensors->k},
+              {v, kRows, false, &tensors->v},     {v, kRows, true, &tensors->v_masked},
+              {v, 8, false, &tensors->v_rows[0]}, {v, 1, false, &tensors->v_rows[1]}};
   for (const auto& m : maps) {
-    if (Status s = EncodeRows(m.tensor, m.box_rows, kBoxCols, m.is_masked, m.map); !s.ok()) return s;
+    if (Status s = EncodeRows(m.tensor, m.box_rows, kBoxCols, m.is_masked, m.map); !s.ok())
+      return s;
   }
   return {};
 }
