@@ -17,7 +17,14 @@ import toolchain
 
 HERE = Path(__file__).resolve().parent
 EMULATOR = (HERE / "emulator.cu", HERE / "emulator.h", HERE / "rewrite.py")
-WRAPPED = ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC", "cudaGetDeviceProperties")
+WRAPPED = (
+    "cudaLaunchKernel",
+    "__cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaGetDeviceProperties",
+    "cudaMalloc",
+    "cudaFree",
+)
 
 
 def is_stale(target: Path, *sources: Path) -> bool:

@@ -73,6 +73,10 @@ static __device__ __forceinline__ bool IsFaulty(uint32_t site, uint32_t fault) {
   return sm100_control.fault_site == site && sm100_control.fault == fault;
 }
 
+static __device__ void GiveUp() {
+  atomicCAS(reinterpret_cast<unsigned long long*>(&sm100_control.given_up), 0ull, Now());
+}
+
 // Shared memory
 // -----------------------------------------------------------------------------------------------
 
@@ -495,7 +499,12 @@ static __device__ __noinline__ void RunQueue(Cta* cta, Queue* queue, uint32_t ne
   head = crew.FromLeader(head);
   until = crew.FromLeader(until);
   if (head != until) __threadfence();
+  const bool is_given_up = *reinterpret_cast<volatile uint64_t*>(&sm100_control.given_up) != 0;
   for (; head < until; ++head) {
+    if (is_given_up) {
+      if (crew.is_leader()) SetVolatile(queue->head, head + 1);
+      continue;
+    }
     const Operation op = queue->operations[head % kQueueLength];
     if (op.kind == Operation::kMma) RunMma(crew, cta, queue, op);
     if (op.kind == Operation::kCopy) RunCopy(crew, cta, op);
@@ -580,8 +589,9 @@ __device__ __noinline__ void sm100_leave(uint64_t cta_) {
   }
 }
 
-// After a try_wait that failed.
-__device__ __noinline__ void sm100_wait(uint64_t cta_, uint32_t site, uint32_t barrier, uint32_t parity) {
+// After a try_wait that failed. Gives back whether to go on without what was waited for: once a hang has been found
+// and told, the kernel is brought to an end, which costs less than the loss of the context.
+__device__ __noinline__ uint64_t sm100_wait(uint64_t cta_, uint32_t site, uint32_t barrier, uint32_t parity) {
   Cta* cta = reinterpret_cast<Cta*>(cta_);
   if (Queue* queue = QueueOf(cta); queue != nullptr && Volatile(queue->head) != Volatile(queue->tail)) {
     RunQueue(cta, queue, 0, true);
@@ -603,9 +613,12 @@ __device__ __noinline__ void sm100_wait(uint64_t cta_, uint32_t site, uint32_t b
       Tell(kHang, site, barrier, parity, 0);
     }
     // Long enough for the other warps to tell where they are.
-    if (now > wait->since + sm100_control.timeout + 20000000) asm volatile("trap;");
+    if (now > wait->since + sm100_control.timeout + 20000000) GiveUp();
   }
   crew.Sync();
+  const uint64_t given_up = *reinterpret_cast<volatile uint64_t*>(&sm100_control.given_up);
+  if (given_up != 0 && Now() > given_up + 500000000) asm volatile("trap;");
+  return given_up != 0;
 }
 
 __device__ __noinline__ void sm100_mma(uint64_t cta, uint32_t site, uint32_t d, uint64_t a, uint64_t b, uint32_t idesc,

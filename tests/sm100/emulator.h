@@ -78,6 +78,7 @@ struct Control {
   uint32_t num_threads;  // per block
   uint64_t timeout;      // ns without progress after which a wait is a hang
   uint64_t last_progress;
+  uint64_t given_up;  // when a hang was found: from then on no wait waits, so that the kernel ends
 };
 static_assert(offsetof(Control, reports) == 8 && offsetof(Control, num_reports) == 16 &&
               offsetof(Control, fault) == 20 && offsetof(Control, fault_site) == 24 &&

@@ -5,6 +5,8 @@
 //   SM100_FAULT    KIND:SITE[:VALUE]: a planted fault, kinds as in emulator.h
 //   SM100_TIMEOUT  milliseconds without progress after which a wait is a hang (default 400)
 //   SM100_ALLOW    codes of findings that are expected, separated by commas
+//   SM100_BATCH    a file of lines KIND SITE VALUE: the first launch is made once for each of these faults, from the
+//                  same memory every time; a line `batch N OUTCOME` says what came of it
 // A program with other findings exits with status 86.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -13,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <set>
 #include <sstream>
@@ -21,6 +24,11 @@
 #include <vector>
 
 #include "emulator.h"
+
+extern "C" {
+cudaError_t __real_cudaMalloc(void**, size_t);
+cudaError_t __real_cudaFree(void*);
+}
 
 namespace {
 
@@ -57,12 +65,15 @@ struct Emulator {
   std::map<uint32_t, std::string> sites;
   std::set<std::string> kernels, allowed;
   std::set<std::string> seen;  // findings, printed once each
+  std::map<void*, size_t> allocations;  // of the program
+  std::string first_finding;
   Report* reports = nullptr;
   char* ctas = nullptr;
   size_t num_ctas = 0;
   Control control{};
   int num_findings = 0, num_launches = 0;
   cudaStream_t stream = nullptr;
+  const char* name = "";  // of the kernel last asked about
 
   Emulator() {
     char path[4096];
@@ -108,6 +119,7 @@ struct Emulator {
     const std::string code = kCodes[r.code], where = sites[r.site];
     const bool is_allowed = allowed.count(code) > 0;
     if (!is_allowed) ++num_findings;
+    if (!is_allowed && first_finding.empty()) first_finding = code;
     if (!seen.insert(code + where + (r.code == kHang ? std::to_string(r.thread / 32) : "")).second) return;
     std::fprintf(stderr, "sm100: %s%s: block %u warp %u (0x%x 0x%x 0x%x): site %u: %s\n", code.c_str(),
                  is_allowed ? " (expected)" : "", r.block, r.thread / 32, r.a, r.b, r.c, r.site, where.c_str());
@@ -120,13 +132,15 @@ struct Emulator {
     }
   }
 
-  bool Prepare(CUkernel kernel, dim3 grid, dim3 block, cudaStream_t s) {
+  bool Knows(CUkernel kernel) {
     static const auto get_name = Driver<CUresult (*)(const char**, CUkernel)>("cuKernelGetName");
+    return get_name(&name, kernel) == CUDA_SUCCESS && kernels.count(name) > 0;
+  }
+
+  void Prepare(CUkernel kernel, dim3 grid, dim3 block, cudaStream_t s) {
     static const auto get_library = Driver<CUresult (*)(CUlibrary*, CUkernel)>("cuKernelGetLibrary");
     static const auto get_global =
         Driver<CUresult (*)(CUdeviceptr*, size_t*, CUlibrary, const char*)>("cuLibraryGetGlobal");
-    const char* name = "";
-    if (get_name(&name, kernel) != CUDA_SUCCESS || kernels.count(name) == 0) return false;
     if (block.y != 1 || block.z != 1) {
       std::fprintf(stderr, "sm100: %s: only one-dimensional blocks are known\n", name);
       _exit(87);
@@ -143,8 +157,8 @@ struct Emulator {
     const size_t count = static_cast<size_t>(grid.x) * grid.y * grid.z;
     if (count > num_ctas) {
       CHECK(cudaDeviceSynchronize());
-      CHECK(cudaFree(ctas));
-      CHECK(cudaMalloc(reinterpret_cast<void**>(&ctas), count * sizeof(Cta)));
+      CHECK(__real_cudaFree(ctas));
+      CHECK(__real_cudaMalloc(reinterpret_cast<void**>(&ctas), count * sizeof(Cta)));
       num_ctas = count;
     }
     CHECK(cudaMemset2DAsync(ctas, sizeof(Cta), 0, kCtaHeader, count, s));
@@ -157,7 +171,64 @@ struct Emulator {
     CHECK(cudaMemcpyAsync(reinterpret_cast<void*>(at), &control, sizeof(control), cudaMemcpyHostToDevice, s));
     CHECK(cudaStreamSynchronize(s));
     ++num_launches;
-    return true;
+  }
+
+  // Launches with every fault of the batch. Memory is put back before each launch, and what a launch without a fault
+  // changes in it is the result that the others are compared with.
+  template <class Launch>
+  void Batch(const char* path, CUkernel kernel, dim3 grid, dim3 block, cudaStream_t s, const Launch& launch) {
+    std::vector<std::vector<char>> before, expected;
+    auto read = [&](std::vector<std::vector<char>>& to) {
+      to.clear();
+      for (const auto& [data, bytes] : allocations) {
+        to.emplace_back(bytes);
+        CHECK(cudaMemcpy(to.back().data(), data, bytes, cudaMemcpyDeviceToHost));
+      }
+    };
+    auto run = [&] {
+      Prepare(kernel, grid, block, s);
+      return Finish(launch(), grid);
+    };
+    CHECK(cudaDeviceSynchronize());
+    read(before);
+    const Control plain = control;
+    control.fault = kNoFault;
+    CHECK(run());
+    read(expected);
+    std::vector<size_t> changed;
+    for (size_t i = 0; i < before.size(); ++i) {
+      if (before[i] != expected[i]) changed.push_back(i);
+    }
+    std::ifstream file(path);
+    int number = 0;
+    for (uint64_t kind, site, value; file >> kind >> site >> value; ++number) {
+      size_t i = 0;
+      for (const auto& [data, bytes] : allocations) {
+        CHECK(cudaMemcpy(data, before[i++].data(), bytes, cudaMemcpyHostToDevice));
+      }
+      control.fault = static_cast<uint32_t>(kind);
+      control.fault_site = static_cast<uint32_t>(site);
+      control.fault_value = value;
+      first_finding.clear();
+      const cudaError_t error = run();
+      std::string outcome = first_finding;
+      if (error != cudaSuccess && outcome.empty()) outcome = "failed";
+      if (error == cudaSuccess && outcome.empty()) {
+        outcome = "passed";
+        for (const size_t c : changed) {
+          auto at = allocations.begin();
+          std::advance(at, c);
+          std::vector<char> now(at->second);
+          CHECK(cudaMemcpy(now.data(), at->first, at->second, cudaMemcpyDeviceToHost));
+          if (now != expected[c]) outcome = "wrong result";
+        }
+      }
+      std::printf("batch %d %s\n", number, outcome.c_str());
+      std::fflush(stdout);
+      if (error != cudaSuccess) _exit(88);  // the context is lost; the caller goes on behind this one
+    }
+    control = plain;
+    _exit(0);
   }
 
   cudaError_t Finish(cudaError_t launched, dim3 grid) {
@@ -220,9 +291,30 @@ CUkernel KernelOf(const void* function) {
   return kernel;
 }
 
+// A launch, or a batch of them.
+template <class Launch>
+cudaError_t Emulate(CUkernel kernel, dim3 grid, dim3 block, cudaStream_t stream, const Launch& launch) {
+  Emulator& emulator = Get();
+  if (!emulator.Knows(kernel)) return launch();
+  if (const char* path = std::getenv("SM100_BATCH")) emulator.Batch(path, kernel, grid, block, stream, launch);
+  emulator.Prepare(kernel, grid, block, stream);
+  return emulator.Finish(launch(), grid);
+}
+
 }  // namespace
 
 extern "C" {
+
+cudaError_t __wrap_cudaMalloc(void** data, size_t bytes) {
+  const cudaError_t error = __real_cudaMalloc(data, bytes);
+  if (error == cudaSuccess && bytes > 0) Get().allocations[*data] = bytes;
+  return error;
+}
+
+cudaError_t __wrap_cudaFree(void* data) {
+  Get().allocations.erase(data);
+  return __real_cudaFree(data);
+}
 
 cudaError_t __real_cudaGetDeviceProperties(cudaDeviceProp*, int);
 cudaError_t __wrap_cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -235,24 +327,21 @@ cudaError_t __wrap_cudaGetDeviceProperties(cudaDeviceProp* properties, int devic
 cudaError_t __real_cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t);
 cudaError_t __wrap_cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
                                     cudaStream_t stream) {
-  const bool emulated = Get().Prepare(KernelOf(function), grid, block, stream);
-  const cudaError_t error = __real_cudaLaunchKernel(function, grid, block, arguments, shared, stream);
-  return emulated ? Get().Finish(error, grid) : error;
+  return Emulate(KernelOf(function), grid, block, stream,
+                 [=] { return __real_cudaLaunchKernel(function, grid, block, arguments, shared, stream); });
 }
 
 cudaError_t __real___cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t);
 cudaError_t __wrap___cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
                                       cudaStream_t stream) {
-  const bool emulated = Get().Prepare(kernel, grid, block, stream);
-  const cudaError_t error = __real___cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
-  return emulated ? Get().Finish(error, grid) : error;
+  return Emulate(kernel, grid, block, stream,
+                 [=] { return __real___cudaLaunchKernel(kernel, grid, block, arguments, shared, stream); });
 }
 
 cudaError_t __real_cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**);
 cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-  const bool emulated = Get().Prepare(KernelOf(function), config->gridDim, config->blockDim, config->stream);
-  const cudaError_t error = __real_cudaLaunchKernelExC(config, function, arguments);
-  return emulated ? Get().Finish(error, config->gridDim) : error;
+  return Emulate(KernelOf(function), config->gridDim, config->blockDim, config->stream,
+                 [=] { return __real_cudaLaunchKernelExC(config, function, arguments); });
 }
 
 }  // extern "C"

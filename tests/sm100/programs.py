@@ -61,7 +61,7 @@ PROGRAMS = (
         "77_blackwell_fmha.cu",
         (*FORWARD, *FIXED_LENGTH, *INDIVIDUAL, *masks("CausalMask", "CausalMask<false>", "ResidualMask")),
         ("-DFP16",),
-        ("--b=1 --h=2 --q=256 --k=512 --d=128", "--b=1 --h=4 --h_k=2 --q=512 --k=1024 --d=128"),
+        ("--b=1 --h=2 --q=256 --k=1152 --d=128", "--b=1 --h=4 --h_k=2 --q=512 --k=512 --d=128"),
     ),
     Program(
         "forward_varlen",

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ MODES = {
     "late warps 0-7": {"SM100_MODE": "eager", "SM100_DELAY": "0x00ff:250000"},
     "late warps 8-11": {"SM100_MODE": "eager", "SM100_DELAY": "0x0f00:250000"},
     "late warp 12": {"SM100_MODE": "deferred", "SM100_DELAY": "0x1000:250000"},
-    "late warp 13": {"SM100_MODE": "deferred", "SM100_DELAY": "0x2000:250000"},
+    # A late load shows only where products are early.
+    "late warp 13": {"SM100_MODE": "eager", "SM100_DELAY": "0x2000:500000"},
     "all late": {"SM100_MODE": "random", "SM100_DELAY": "0xffff:60000"},
 }
 
@@ -114,8 +116,13 @@ FAULTS = (
     Fault("tensor memory is not freed", Place("tcgen05.dealloc"), DROP),
     Fault("tensor memory is not allocated", Place("tcgen05.alloc"), DROP),
 )
-# Registers of a load are waited for by their use, on hardware as here: this wait orders nothing more.
-HARMLESS = {"O is given away without wait::ld"}
+# Registers of a load are waited for by their use, on hardware as here. And products are done in the order of their
+# issue: where the softmax has waited for S, the product into O before it is done as well.
+HARMLESS = {
+    "O is given away without wait::ld",
+    "O is announced before it is there",
+    "the correction does not wait for O",
+}
 
 
 @dataclass
@@ -166,22 +173,42 @@ def find(sites: list[Site], place: Place) -> Site:
     return [s for s in sites if s.op.startswith(place.op) and re.search(place.at, s.place)][place.n]
 
 
+def batch(program: Path, arguments: list[str], mode: str, faults: list[tuple[int, int, int]]) -> list[str]:
+    """What came of the first launch with each fault (kind, site, value), all in one process if it lives that long."""
+    outcomes: list[str] = []
+    while len(outcomes) < len(faults):
+        left = faults[len(outcomes) :]
+        with tempfile.NamedTemporaryFile("w", suffix=".faults") as file:
+            file.write("".join(f"{kind} {site} {value}\n" for kind, site, value in left))
+            file.flush()
+            environment = {"SM100_TIMEOUT": "200", **MODES[mode], "SM100_BATCH": file.name}
+            _, text = run(program, arguments, environment, timeout=20 + len(left))
+        found = re.findall(r"^batch \d+ (.*)$", text, re.MULTILINE)
+        # A process that dies on the way takes the fault that it was at with it.
+        outcomes += found if len(found) == len(left) or found else ["failed"]
+        if found and len(found) < len(left) and not re.search(r"^batch \d+ failed$", text, re.MULTILINE):
+            outcomes.append("failed")
+    return outcomes[: len(faults)]
+
+
 def planted(folder: Path, program: Program, jobs: int) -> tuple[list[dict], bool]:
     path, arguments = folder / program.name, program.commands()[0]
     sites = sites_of(path)
-    tasks = [(fault, find(sites, fault.place), mode) for fault in FAULTS for mode in MODES]
-
-    def attempt(task):
-        fault, site, mode = task
-        return run(
-            path, arguments, {**MODES[mode], "SM100_FAULT": f"{fault.kind}:{site.number}:{fault.value}"}
-        )
-
+    placed = [(fault, find(sites, fault.place)) for fault in FAULTS]
+    faults = [(fault.kind, site.number, fault.value) for fault, site in placed]
     with ThreadPoolExecutor(jobs) as pool:
-        outcomes = list(pool.map(attempt, tasks))
+        outcomes = dict(
+            zip(MODES, pool.map(lambda mode: batch(path, arguments, mode, faults), MODES), strict=True)
+        )
     rows = [
-        {"fault": fault.what, "place": fault.place.name_of(site.place), "mode": mode, "outcome": outcome}
-        for (fault, site, mode), (outcome, _) in zip(tasks, outcomes, strict=True)
+        {
+            "fault": fault.what,
+            "place": fault.place.name_of(site.place),
+            "mode": mode,
+            "outcome": outcomes[mode][i],
+        }
+        for i, (fault, site) in enumerate(placed)
+        for mode in MODES
     ]
     caught = {row["fault"] for row in rows if row["outcome"] != "passed"}
     return rows, caught | HARMLESS == {fault.what for fault in FAULTS}
@@ -228,20 +255,8 @@ def sweep(folder: Path, program: Program, jobs: int) -> list[dict]:
             chosen = [variants[i % len(variants)]] if "mma" in pattern else variants
             tasks += [(site, *variant) for variant in chosen]
 
-    def attempt(task):
-        site, what, kind, value = task
-        for mode, environment in MODES.items():
-            outcome, _ = run(path, arguments, {**environment, "SM100_FAULT": f"{kind}:{site.number}:{value}"})
-            if outcome != "passed":
-                return {
-                    "site": site.number,
-                    "op": site.op,
-                    "place": site.place,
-                    "fault": what,
-                    "mode": mode,
-                    "outcome": outcome,
-                }
-        return {
+    rows = [
+        {
             "site": site.number,
             "op": site.op,
             "place": site.place,
@@ -249,9 +264,53 @@ def sweep(folder: Path, program: Program, jobs: int) -> list[dict]:
             "mode": "",
             "outcome": "missed",
         }
+        for site, what, _, _ in tasks
+    ]
+    left = list(range(len(tasks)))
+    for mode in MODES:
+        # Every process gets a share of what is still to be caught.
+        shares = [left[i::jobs] for i in range(jobs)]
+        with ThreadPoolExecutor(jobs) as pool:
+            outcomes = list(pool.map(
+                lambda share, mode=mode: batch(
+                    path, arguments, mode, [(tasks[i][2], tasks[i][0].number, tasks[i][3]) for i in share]
+                ),
+                shares,
+            ))  # fmt: skip
+        found = [
+            pair for share, got in zip(shares, outcomes, strict=True) for pair in zip(share, got, strict=True)
+        ]
+        for i, outcome in found:
+            if outcome != "passed":
+                rows[i] |= {"mode": mode, "outcome": outcome}
+        left = [i for i in left if rows[i]["outcome"] == "missed"]
+    return rows
 
+
+# Instruction by instruction
+# ---------------------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "leak": "leak",
+    "double-free": "bad-dealloc",
+    "not-allocated": "not-allocated",
+    "wrong-lanes": "wrong-lanes",
+    "outside": "outside-tensor-memory",
+    "unwritten": "read-unwritten",
+    "pending": "read-pending",
+    "alloc-again": "alloc-after-relinquish",
+    "bad-alloc": "bad-alloc",
+    "forgotten": "never-completed",
+}
+
+
+def instructions(program: Path, jobs: int) -> tuple[list[dict], bool]:
+    rows = [{"test": "against CuTe", "expected": "passed", "outcome": run(program, [], MODES["deferred"])[0]}]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(attempt, tasks))
+        outcomes = list(pool.map(lambda mistake: run(program, [mistake], MODES["deferred"])[0], MISTAKES))
+    for (mistake, expected), outcome in zip(MISTAKES.items(), outcomes, strict=True):
+        rows.append({"test": mistake, "expected": expected, "outcome": outcome})
+    return rows, all(row["outcome"] == row["expected"] for row in rows)
 
 
 # Tables
@@ -292,7 +351,7 @@ def main() -> None:
     parser.add_argument("--cutlass", type=Path)
     parser.add_argument("--include", type=Path, action="append", default=[])
     parser.add_argument("--build-only", action="store_true")
-    parser.add_argument("--programs", nargs="*", default=[p.name for p in PROGRAMS])
+    parser.add_argument("--programs", nargs="*", default=["instructions", *(p.name for p in PROGRAMS)])
     parser.add_argument("--skip-sweep", action="store_true")
     parser.add_argument("--jobs", type=int, default=8, help="programs at a time")
     parser.add_argument("--json", type=Path, help="also write all outcomes there")
@@ -302,6 +361,8 @@ def main() -> None:
         from build import Builder
 
         builder = Builder(arguments.folder, arguments.cutlass, arguments.include)
+        if "instructions" in arguments.programs:
+            builder.build("instructions", [Path(__file__).with_name("instructions.cu")])
         for program in chosen:
             source = program.write(arguments.cutlass, arguments.folder / "sources")
             print("built", builder.build(program.name, [source], program.options), flush=True)
@@ -309,6 +370,11 @@ def main() -> None:
         return
 
     results, passed = {}, True
+    if "instructions" in arguments.programs:
+        results["instructions"], ok = instructions(arguments.folder / "instructions", arguments.jobs)
+        passed &= ok
+        rows = [[row["test"], row["expected"], row["outcome"]] for row in results["instructions"]]
+        print("## Instructions\n\n" + table(["test", "expected", "outcome"], rows) + "\n", flush=True)
     results["known good"], ok = known_good(arguments.folder, chosen, arguments.jobs)
     passed &= ok
     print(

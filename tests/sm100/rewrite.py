@@ -302,6 +302,9 @@ fence.acq_rel.sys;
         if op.startswith("elect.sync"):
             self.result.counts[op] += 1
             return before + self.delay() + "\n" + call("sm100_serve", ("b64", "%sm100_cta")) + "\n" + text
+        if op.startswith(("barrier.cluster", "barrier.sync", "bar.sync", "griddepcontrol.wait")):
+            # The warp may block here, and others may wait for its work.
+            return before + call("sm100_leave", ("b64", "%sm100_cta")) + "\n" + text
         if op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
             return before + self.wait(text, negated, guard, op, operands)
         if op.startswith(("mbarrier.arrive", "mbarrier.expect_tx")):
@@ -349,7 +352,9 @@ xor.b32 %swp, %swp, %skn;
 {op} {", ".join([done, "[%swa]", "%swp", *rest])};
 setp.eq.or.u32 {done}, %sk, {DROP}, {done};
 @{done} bra {label};
-{call("sm100_wait", ("b64", "%sm100_cta"), ("b32", str(site)), ("b32", "%swa"), ("b32", "%swp"))}
+.reg .b64 %swr;
+{call("sm100_wait", ("b64", "%sm100_cta"), ("b32", str(site)), ("b32", "%swa"), ("b32", "%swp"), result="%swr")}
+setp.ne.u64 {done}, %swr, 0;
 {label}:
 }}"""
         return self.delay() + "\n" + self.guarded(negated, guard, body)

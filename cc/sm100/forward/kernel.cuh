@@ -57,7 +57,7 @@ struct ForwardKernel {
   static constexpr int kThreads = 512;
   static constexpr int kCorrectionWarp = 8, kMmaWarp = 12, kLoadWarp = 13;
   // setmaxnreg shares out the 128 registers per thread that the block starts with.
-  static constexpr int kSoftmaxRegs = 184, kCorrectionRegs = 88, kOtherRegs = 56;
+  static constexpr int kSoftmaxRegs = 192, kCorrectionRegs = 80, kOtherRegs = 48;
 
   // Columns of tensor memory. Probabilities, two to a column, take the place of their scores.
   static constexpr int kColumns = 512;
@@ -328,6 +328,7 @@ struct ForwardKernel {
       const int num_kv_tiles = info.num_kv_tiles;
       tiles.Done();
       if (num_kv_tiles == 0) continue;
+#pragma unroll 1
       for (int g = 0; g < kGroups; ++g) {
         gpu::Wait(&smem.q_full[g], q_phase);
         if (g == 0) gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
@@ -341,6 +342,7 @@ struct ForwardKernel {
       for (int left = num_kv_tiles - 1; left >= 0; --left) {
         gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
         if (left > 0) gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+#pragma unroll 1
         for (int g = 0; g < kGroups; ++g) {
           WaitTmem(&smem.o_ready[g], p_phase);
           WaitTmem(&smem.p_full[g], p_phase);
@@ -381,7 +383,7 @@ struct ForwardKernel {
   }
   // Of every kPolynomialShare exponentials one runs on the FMA units, so that the special function
   // units keep pace with the tensor core.
-  static constexpr int kPolynomialShare = 4;
+  static constexpr int kPolynomialShare = 8;
 
   // Keys beyond the operand repeat its last: their scores are masked.
   template <typename T>

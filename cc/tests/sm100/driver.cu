@@ -2,5 +2,6 @@
 // runs on a Hopper GPU.
 #define NO_BACKWARD
 #define DRIVER_CAPABILITY 100
+#define DRIVER_MAX_HEAD_DIM_V 128
 #define kSm90Forward kSm100Forward
 #include "cc/tests/sm90/driver.cu"
