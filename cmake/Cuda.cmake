@@ -22,9 +22,8 @@ if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
       OUTPUT_VARIABLE wheels OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
     find_program(JAX_FMHA_NVCC nvcc PATHS ${wheels} PATH_SUFFIXES bin NO_DEFAULT_PATH)
     if(JAX_FMHA_NVCC)
-      # CMake looks for libraries where a toolkit has them; the wheels have them in lib.
+      # Where this nvcc does not look for libraries by itself.
       set(CMAKE_CUDA_FLAGS_INIT "-L${wheels}/lib")
-      set(CUDAToolkit_ROOT ${wheels})
     endif()
   endif()
   if(JAX_FMHA_NVCC)
@@ -55,7 +54,6 @@ if(NOT missing)
   set(CMAKE_CUDA_ARCHITECTURES OFF)  # every target names its own
   enable_language(CUDA)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-  find_package(CUDAToolkit REQUIRED)
 elseif(JAX_FMHA_CUDA STREQUAL "AUTO")
   list(JOIN missing ", " missing)
   message(STATUS "jax_fmha: building without CUDA kernels; not found: ${missing}")

@@ -10,20 +10,20 @@ Status NotLinked() { return Status::Internal("attention: the CUDA kernels are an
 
 }  // namespace
 
-#define FORWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                            \
-  template <>                                                                          \
-  Status LaunchForward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>(         \
-      const Problem&, const Operands&, const Launch&) {                                \
-    return NotLinked();                                                                \
+#define FORWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                    \
+  template <>                                                                  \
+  Status LaunchForward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>( \
+      const Problem&, const Operands&, const Launch&) {                        \
+    return NotLinked();                                                        \
   }
 #include "cc/sm90/forward/instances.def"
 #undef FORWARD_INSTANCE
 
-#define BACKWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                           \
-  template <>                                                                          \
-  Status LaunchBackward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>(        \
-      const Problem&, const Operands&, const Launch&) {                                \
-    return NotLinked();                                                                \
+#define BACKWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                    \
+  template <>                                                                   \
+  Status LaunchBackward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>( \
+      const Problem&, const Operands&, const Launch&) {                         \
+    return NotLinked();                                                         \
   }
 #include "cc/sm90/backward/instances.def"
 #undef BACKWARD_INSTANCE

@@ -29,6 +29,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SECTIONS = ("behaviour", "table", "training", "sanitizer")
+# Share of the device's memory for all processes of the table together; each has a context of half a GiB besides.
+TABLE_MEMORY = 0.15
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 # Losses of native kernels and of plain einsums, in 16 bits, drift apart while both learn.
 LARGEST_LOSS_DIFFERENCE = 0.1
@@ -68,7 +70,7 @@ def table(args: argparse.Namespace) -> dict[str, Any]:
     def shard(i: int) -> tuple[list[dict[str, Any]], str]:
         command = [sys.executable, str(HERE / "table.py"), "--shard", f"{i}/{args.jobs}"]
         command += ["--dtypes", *args.dtypes, "--head-dims", *args.head_dims]
-        code, out, err = process(command, environment(0.4 / args.jobs), args.timeout)
+        code, out, err = process(command, environment(TABLE_MEMORY / args.jobs), args.timeout)
         return json_lines(out), "" if code == 0 else f"shard {i} ended with {code}: {err[-1500:]}"
 
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:

@@ -69,9 +69,10 @@ def attempt(inputs: Inputs, wanted: tuple[str, ...]) -> dict[str, np.ndarray]:
 
     rest = {name: x for name, x in inputs.operands.items() if name not in wanted}
     compiled = jax.jit(f).lower(primals, rest, inputs.dout, inputs.dlse).compile()
-    calls = support.calls(compiled)
-    assert calls["forward"] >= 1, "the program has no call of ours"
-    assert not wanted or calls["backward"] >= 1, "the program has no backward of ours"
+    # XLA drops a call of which nothing is left.
+    calls, is_empty = support.calls(compiled), inputs.dout.size == 0
+    assert is_empty or calls["forward"] >= 1, "the program has no call of ours"
+    assert is_empty or not wanted or calls["backward"] >= 1, "the program has no backward of ours"
     poison()
     return {name: np.asarray(x) for name, x in compiled(primals, rest, inputs.dout, inputs.dlse).items()}
 
