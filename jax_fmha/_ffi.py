@@ -208,12 +208,19 @@ for _primitive in (forward_p, backward_p):
         mlir.register_lowering(_primitive, functools.partial(_lower, platform=_platform), platform=_platform)
     _sharding.lower_with_devices(_primitive)
 
-# For CUDA too, whether or not there is a device: JAX keeps the registration until a backend wants it, and an exported
-# program may come without a lowering of ours. The library with the kernels is loaded by the first call.
-for _platform, _targets in _core.targets().items():
-    for _name, _capsule in _targets.items():
-        jax.ffi.register_ffi_target(_name, _capsule, platform=_platform)
-del _primitive, _platform, _targets, _name, _capsule
+del _primitive, _platform
+
+
+def _register_targets() -> None:
+    """For CUDA too, whether or not there is a device: JAX keeps the registration until a backend wants it, and an
+    exported program may come without a lowering of ours. The library with the kernels is loaded by the first call.
+    """
+    for platform, targets in _core.targets().items():
+        for name, capsule in targets.items():
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+_register_targets()
 
 
 # Guards ---------------------------------------------------------------------------------------------------------------
