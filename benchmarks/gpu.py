@@ -246,7 +246,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         ax.grid(axis="y", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
     axes[1].set_xticks(range(len(rows)), [r["name"] for r in rows], rotation=60, ha="right", fontsize=8)
-    axes[0].legend(loc="upper left", ncols=len(names), frameon=False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(names), frameon=False
+    )
     figure.suptitle(
         f"Attention in bfloat16 on {report['machine']['device']}; numbers: time of the best peer over ours; "
         "dotted: a large matrix product"

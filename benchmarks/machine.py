@@ -32,7 +32,7 @@ def facts(threads: int) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         # Processes that wanted to run in the last minute. Much above 0 at the start, other work shares the machine.
         "load_average": round(os.getloadavg()[0], 2),
-        "versions": {"python": platform.pythonversion()}
+        "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("jax-fmha", "jax", "jaxlib", "torch", "numpy")},
     }
 

@@ -147,8 +147,14 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "passed": sum(code == 0 for _, code, _ in done),
         "failures": [f"{name} ended with {code}: {text[:3000]}" for name, code, text in done if code != 0],
-        "notes": [f"{name}: {text.strip().splitlines()[-1]}" for name, code, text in done if code == 0],
+        "notes": [f"{name}: {summary(text)}" for name, code, text in done if code == 0],
     }
+
+
+def summary(text: str) -> str:
+    """What a tool says at its end, e.g. "ERROR SUMMARY: 0 errors"."""
+    lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
+    return lines[-1] if lines else "no summary"
 
 
 def machine() -> dict[str, Any]:
@@ -177,8 +183,14 @@ def markdown(report: dict[str, Any]) -> str:
     for name, s in report["sections"].items():
         lines += ["", f"## {name}", ""]
         lines += [f"- {note}" for note in s["notes"]]
-        lines += [f"- **failed** {failure.strip().splitlines()[0]}" for failure in s["failures"]]
+        lines += [f"- **failed** {failure_line(failure)}" for failure in s["failures"]]
     return "\n".join(lines) + "\n"
+
+
+def failure_line(failure: str) -> str:
+    """What failed, and the last line of the traceback."""
+    what, *rest = failure.strip().splitlines()
+    return f"{what.split(': Traceback')[0]}: {rest[-1].strip()}" if rest else what
 
 
 def main() -> int:
@@ -217,7 +229,11 @@ def main() -> int:
         for failure in section["failures"]:
             print(f"  FAILED {failure}", flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    # Where this machine keeps its files is nobody's business.
+    text = json.dumps(report, indent=1)
+    for folder in (str(ROOT), sys.prefix):
+        text = text.replace(folder + os.sep, "")
+    args.out.with_suffix(".json").write_text(text + "\n")
     args.out.with_suffix(".md").write_text(markdown(report))
     return int(any(s["failures"] for s in report["sections"].values()))
 
