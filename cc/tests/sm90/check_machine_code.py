@@ -27,9 +27,18 @@ SM90 = Path(__file__).resolve().parents[2] / "sm90"
 # (pass, dtype, mode, head_dim, head_dim_v) as in instances.def.
 Instance = tuple[str, str, str, int, int]
 
-# Local loads and stores that a main loop may have for now: {(pass, head_dim): (how many, why)}.
+# Local loads and stores that a main loop may have for now: {(pass, mode): (how many, why)}. They may not become more.
 ALLOWED = {
-    ("backward", 128): (64, "dk, dv and the scores of 64 x 128 take more than 240 registers"),
+    ("forward", "kInterval"): (
+        32,
+        "three consumer warpgroups leave 160 registers each; head_dim 256 takes 128 for out",
+    ),
+    ("forward", "kGeneral"): (
+        128,
+        "addresses of mask, bias and positions, one set for each element of a thread",
+    ),
+    ("backward", "kInterval"): (64, "dk, dv and two tiles of scores take more than 240 registers"),
+    ("backward", "kGeneral"): (64, "dk, dv and two tiles of scores take more than 240 registers"),
 }
 
 NAME = re.compile(r"(Forward|Backward)MainI.*?(bfloat16_t|half_t)ELNS\w*?_11ForwardModeE(\d)ELi(\d+)ELi(\d+)")
@@ -192,7 +201,7 @@ def faults(instance: Instance, code: Code) -> list[str]:
         found.append("no USETMAXREG: the compiler ignored setmaxnreg")
     if code.main_loops == 0:
         found.append("no loop that multiplies")
-    allowed, _ = ALLOWED.get((instance[0], instance[3]), (0, ""))
+    allowed, _ = ALLOWED.get((instance[0], instance[2]), (0, ""))
     if code.local_in_main_loops > allowed:
         found.append(f"{code.local_in_main_loops} local loads and stores in a main loop, allowed {allowed}")
     return found
@@ -235,8 +244,8 @@ def main() -> int:
         print("  MISSING {} {} {} {}/{}".format(*instance))
     if not seen:
         print("no main kernel found")
-    for (which, head_dim), (number, reason) in ALLOWED.items():
-        print(f"allowed: {number} local loads and stores in the {which} of head_dim {head_dim}: {reason}")
+    for (which, mode), (number, reason) in ALLOWED.items():
+        print(f"allowed: {number} local loads and stores in a loop of {which} {mode}: {reason}")
     return int(bool(bad or missing or not seen))
 
 
