@@ -74,11 +74,47 @@ def test_hopper_refuses_with_a_reason(operands: list[Any], reason: str):
         lowered(attention, *operands)
 
 
-@pytest.mark.parametrize("capability", ["8.0", 8.9, "10.0", 12.0])
+@pytest.mark.parametrize("capability", ["8.0", 8.9, 12.0])
 def test_other_devices_are_refused(capability: Any):
     explanation = explain(*qkv(), platform="cuda", compute_capability=capability)
     assert explanation.kernel == (None, None)
     assert all("9.0 (Hopper) is needed" in explanation.refusals[name] for name in KERNELS)
+    assert "10.0 or 10.3 (Blackwell" in explanation.refusals["sm100_forward"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("capability", ["10.0", 10.3])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (64, 64), (96, 96), (128, 128), (192, 128)])
+def test_blackwell_takes_16_bits(head_dim: int, head_dim_v: int, capability: Any, dtype: Any):
+    explanation = explain(
+        *qkv(head_dim, head_dim_v, dtype), is_causal=True, platform="cuda", compute_capability=capability
+    )
+    assert explanation.kernel[0] == "sm100_forward"
+    assert "9.0 (Hopper) is needed" in explanation.refusals["sm90_forward"]
+
+
+@pytest.mark.parametrize(
+    ("operands", "reason"),
+    [
+        (qkv(dtype=jnp.float32), "dtype float32"),
+        (qkv(200, 128), "head_dim 200: only multiples of 8 up to 192"),
+        (qkv(192), "value's head_dim 192: only multiples of 8 up to 128"),
+    ],
+)
+def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
+    explanation = explain(*operands, platform="cuda", compute_capability="10.0")
+    assert explanation.kernel == (None, None)
+    assert reason in explanation.refusals["sm100_forward"]
+
+
+def test_blackwell_12_has_no_tensor_memory():
+    explanation = explain(*qkv(), platform="cuda", compute_capability="12.0")
+    assert "has no tensor memory" in explanation.refusals["sm100_forward"]
+
+
+def test_forward_for_blackwell_lowers_without_a_device():
+    text = lowered(lambda q, k, v: attention(q, k, v, implementation="sm100"), *qkv())
+    assert text.count("@jax_fmha_forward(") == 1
 
 
 def test_an_installation_without_kernels_says_how_to_get_them():

@@ -10,8 +10,12 @@ namespace jax_fmha::sm100 {
 
 inline std::string DeviceRefusal(const Device& device) {
   if (device.platform != Platform::kCuda) return "the platform is not CUDA";
+  if (!device.has_cuda_kernels) {
+    return "this installation has no CUDA kernels; reinstall jax-fmha from source with "
+           "-C cmake.define.JAX_FMHA_CUDA=ON";
+  }
   const int capability = device.compute_capability;
-  if (capability == 100 || capability == 103) return {};
+  if (capability == 0 || capability == 100 || capability == 103) return {};
   std::string reason =
       "compute capability 10.0 or 10.3 (Blackwell with tcgen05) is needed, the device has " +
       std::to_string(capability / 10) + "." + std::to_string(capability % 10);
