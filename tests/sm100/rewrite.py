@@ -240,33 +240,39 @@ fence.acq_rel.sys;
         self.kernel = re.search(
             r"([$\w]+)\s*\(", header.split(")", 1)[-1] if header.count(")") > 1 else header
         )[1]
-        self.addresses = self.copies = 0
-        self.loads: list[Access] = []
-        self.stores: list[Access] = []
-        out: list[str] = []
-        tokens = list(TOKEN.finditer(body))
-        if tokens and tokens[-1].end() != len(body):
-            raise Unknown(f"{self.kernel}: {body[tokens[-1].end() :][:80]!r}")
         used_before = len(self.result.sites)
-        for at, token in enumerate(tokens):
-            kind, text = token.lastgroup, token.group()
-            if kind == "loc":
-                self.locate(text)
-                out.append(text)
-            elif kind == "label":
-                out += [self.finish_block(), text]
-            elif kind == "statement":
-                out.append(self.statement(text, is_entry, tokens, at))
-            else:
-                out.append(text)
+        out = self.body(body, is_entry)
         if len(self.result.sites) == used_before:
-            return header + "{" + body + "}"
+            # Nothing here that the emulator is to know about, which would not know this kernel either.
+            return header + "{" + "".join(self.body(body, is_entry, has_sites=False)) + "}"
         registers = "\n.reg .b64 %sm100_cta;\n"
         if self.addresses:
             registers += f".reg .b64 %sm100_a<{self.addresses}>;\n"
         if self.copies:
             registers += f".reg .b32 %sm100_c<{self.copies}>;\n"
         return header + "{" + registers + call("sm100_enter", result="%sm100_cta") + "".join(out) + "}"
+
+    def body(self, text: str, is_entry: bool, has_sites: bool = True) -> list[str]:
+        self.addresses = self.copies = 0
+        self.has_sites = has_sites
+        self.loads: list[Access] = []
+        self.stores: list[Access] = []
+        out: list[str] = []
+        tokens = list(TOKEN.finditer(text))
+        if tokens and tokens[-1].end() != len(text):
+            raise Unknown(f"{self.kernel}: {text[tokens[-1].end() :][:80]!r}")
+        for at, token in enumerate(tokens):
+            kind, part = token.lastgroup, token.group()
+            if kind == "loc":
+                self.locate(part)
+                out.append(part)
+            elif kind == "label":
+                out += [self.finish_block(), part]
+            elif kind == "statement":
+                out.append(self.statement(part, is_entry, tokens, at))
+            else:
+                out.append(part)
+        return out
 
     def statement(self, text: str, is_entry: bool, tokens: list, at: int) -> str:
         match = INSTRUCTION.fullmatch(text)
@@ -295,6 +301,8 @@ fence.acq_rel.sys;
             d, a, b, c = arguments
             body = f"{{\n.reg .f32 %smx;\n{op} %smx, {a}, {b};\n{op} {d}, %smx, {c};\n}}"
             return before + self.guarded(negated, guard, body)
+        if not self.has_sites:
+            return before + text
         if op.startswith("setmaxnreg"):
             # Registers are what ptxas gives everybody; calls rule out sharing them out anew.
             self.result.counts[op] += 1
