@@ -1,11 +1,12 @@
-"""Times `jax_fmha.attention` against torch and jax.nn on the CPU.
+"""Times `jax_fmha.attention` against its peers: on the CPU torch and jax.nn, on a GPU those of --peers.
 
     python benchmarks/attention.py --backend cpu --json out.json --plot out.png
+    python benchmarks/attention.py --backend cuda --peers fa3,cudnn,tokamax --json out.json --plot out.png
 
-One process, `--threads` threads for each contestant, turns taken call by call, medians. Backward means the
-gradients alone, from what one forward has kept, for every contestant. Work is counted as 4*B*N*T*S*H
-operations forward, 2.5 times that backward, and half for a causal row; rows with documents or a window count
-their own pairs.
+On the CPU: one process, `--threads` threads for each contestant, turns taken call by call, medians. Backward
+means the gradients alone, from what one forward has kept, for every contestant. Work is counted as
+4*B*N*T*S*H operations forward, 2.5 times that backward, and half for a causal row; rows with documents or a
+window count their own pairs. On a GPU: see gpu.py.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def _flat(value: Any) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=["cpu"], default="cpu")
+    parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--peers", default="fa3,cudnn", help="on a GPU: of fa3, cudnn, tokamax (%(default)s)")
     parser.add_argument("--json", type=Path, help="write every figure and the machine's facts here")
     parser.add_argument("--plot", type=Path, help="draw the result into this picture")
     parser.add_argument("--rows", default="", help="only rows whose name contains this regular expression")
@@ -166,25 +168,54 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    rows = chosen(quick_rows() if args.quick else all_rows(), args.rows)
+    machine.pin(args.threads)
+    return run(rows, Budget(seconds=0.02, max_turns=3) if args.quick else Budget(), args.threads)
+
+
+def measure_cuda(args: argparse.Namespace) -> dict[str, Any]:
+    import gpu
+    import gpu_rows
+
+    rows = chosen(gpu_rows.quick_rows() if args.quick else gpu_rows.all_rows(), args.rows)
+    return gpu.run(rows, args.peers.split(","), turns=2 if args.quick else gpu.TURNS)
+
+
+def chosen(rows: list[Any], pattern: str) -> list[Any]:
+    rows = [row for row in rows if re.search(pattern, row.name)]
+    if not rows:
+        raise SystemExit(f"--rows {pattern}: no row has such a name")
+    return rows
+
+
+def show(report: dict[str, Any]) -> None:
+    """The printed lines of a stored report."""
+    if report.get("backend") == "cuda":
+        import gpu
+
+        print(gpu.header(report["peers"]), *(gpu.line(r, report["peers"]) for r in report["rows"]), sep="\n")
+    else:
+        print(HEADER, *(line(r) for r in report["rows"]), sep="\n")
+
+
 def main() -> int:
     args = parse()
     if args.load is not None:
         report = json.loads(args.load.read_text())
-        print(HEADER, *(line(r) for r in report["rows"]), sep="\n")
+        show(report)
     else:
-        rows = [r for r in (quick_rows() if args.quick else all_rows()) if re.search(args.rows, r.name)]
-        if not rows:
-            print(f"--rows {args.rows}: no row has such a name", file=sys.stderr)
-            return 1
-        machine.pin(args.threads)
-        report = run(rows, Budget(seconds=0.02, max_turns=3) if args.quick else Budget(), args.threads)
+        report = measure_cuda(args) if args.backend == "cuda" else measure_cpu(args)
     if args.markdown:
         print("\n" + markdown(report))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
-        from picture import draw
+        if report.get("backend") == "cuda":
+            from gpu import draw
+        else:
+            from picture import draw
 
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(report, args.plot)

@@ -33,7 +33,7 @@ def facts(threads: int) -> dict[str, Any]:
         # Processes that wanted to run in the last minute. Much above 0 at the start, other work shares the machine.
         "load_average": round(os.getloadavg()[0], 2),
         "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("jax-fmha", "jax", "jaxlib", "torch", "numpy")},
+        | {name: version(name) for name in ("jax-fmha", "jax", "jaxlib", "torch", "numpy")},
     }
 
 
@@ -46,7 +46,8 @@ def _cpuinfo(field: str) -> str:
     return ""
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Of an installed distribution; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

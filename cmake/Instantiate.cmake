@@ -1,10 +1,17 @@
 # instantiate(<directory> <sources>): one generated source in the build folder per row of <directory>/instances.def,
 # made from <directory>/instance.cu.in. A row reads NAME(dtype, mode, head_dim, head_dim_v).
+#
+# JAX_FMHA_INSTANCES selects rows. The build folder then gets an instances.def of its own, which dispatch finds before
+# the complete one.
 function(instantiate directory sources)
   file(STRINGS ${directory}/instances.def rows REGEX "^[A-Z_]+\\(")
   file(RELATIVE_PATH relative ${PROJECT_SOURCE_DIR} ${directory})
   set(generated)
+  set(selected)
   foreach(row ${rows})
+    if(JAX_FMHA_INSTANCES AND NOT row MATCHES "${JAX_FMHA_INSTANCES}")
+      continue()
+    endif()
     string(REGEX MATCH "\\((.*), (.*), (.*), (.*)\\)" _ "${row}")
     set(dtype ${CMAKE_MATCH_1})
     set(mode ${CMAKE_MATCH_2})
@@ -13,7 +20,13 @@ function(instantiate directory sources)
     set(source ${PROJECT_BINARY_DIR}/${relative}/${dtype}_${mode}_${head_dim}_${head_dim_v}.cu)
     configure_file(${directory}/instance.cu.in ${source} @ONLY)
     list(APPEND generated ${source})
+    string(APPEND selected "${row}\n")
   endforeach()
+  if(JAX_FMHA_INSTANCES)
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/${relative}/instances.def CONTENT "${selected}")
+  else()
+    file(REMOVE ${PROJECT_BINARY_DIR}/${relative}/instances.def)
+  endif()
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${directory}/instances.def)
   set(${sources} ${generated} PARENT_SCOPE)
 endfunction()

@@ -137,6 +137,7 @@ class Config:
     kv_heads: int  # key/value heads, each shared by heads // kv_heads query heads
     head_dim: int
     implementation: str | None  # None is the native kernel
+    dtype: str  # of query, key and value; all else is float32
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -170,6 +171,7 @@ class Attention(nnx.Module):
         qkv = self.qkv(x).reshape(*x.shape[:2], -1, c.head_dim)
         q, k, v = jnp.split(qkv, [c.heads, c.heads + c.kv_heads], axis=2)
         q, k = rotate(q, positions), rotate(k, positions)
+        q, k, v = (part.astype(c.dtype) for part in (q, k, v))
         attend = functools.partial(attention, is_causal=True, implementation=c.implementation)
         if cache is None:
             out = attend(q, k, v, segment_ids=segment_ids)
@@ -180,7 +182,7 @@ class Attention(nnx.Module):
                 for old, new in zip(cache, (k, v), strict=True)
             )
             out = attend(q, k, v, query_offset=start, key_value_seq_lengths=start + x.shape[1])
-        return self.out(out.reshape(*x.shape[:2], -1)), cache
+        return self.out(out.reshape(*x.shape[:2], -1).astype(x.dtype)), cache
 
 
 class Block(nnx.Module):
@@ -215,7 +217,9 @@ class Transformer(nnx.Module):
     def empty_cache(self, batch: int, capacity: int):
         """(k, v) of every layer, zeros; 2 * layers buffers, because `extend` donates each of them."""
         shape = (batch, capacity, self.config.kv_heads, self.config.head_dim)
-        return [(jnp.zeros(shape), jnp.zeros(shape)) for _ in self.blocks]
+        return [
+            (jnp.zeros(shape, self.config.dtype), jnp.zeros(shape, self.config.dtype)) for _ in self.blocks
+        ]
 
     def extend(self, tokens: jax.Array, start: jax.Array, cache):
         """Tokens `[B, T]` after the `start` ones in the cache -> (last logits `[B, VOCABULARY]`, cache)."""
@@ -265,7 +269,9 @@ class Run(NamedTuple):
 def train(label: str, args: argparse.Namespace, training: Rows, held_out: Rows) -> Run:
     """Trains a fresh model; the same seed gives the same initial parameters and the same batches."""
     implementation = None if label == "native" else label
-    config = Config(args.width, args.layers, args.heads, args.kv_heads, args.head_dim, implementation)
+    config = Config(
+        args.width, args.layers, args.heads, args.kv_heads, args.head_dim, implementation, args.dtype
+    )
     model = Transformer(config, nnx.Rngs(args.seed))
     warmup = max(1, args.steps // 10)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -422,6 +428,12 @@ def arguments() -> argparse.Namespace:
     option("--heads", type=int, default=4, help="query heads (%(default)s)")
     option("--kv-heads", type=int, default=2, help="key/value heads (%(default)s)")
     option("--head-dim", type=int, default=32)
+    option(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32" if jax.default_backend() == "cpu" else "bfloat16",
+        help="of query, key and value; the GPU kernels take 16 bits (%(default)s)",
+    )
     option("--learning-rate", type=float, default=1e-2)
     option("--seed", type=int, default=0)
     option("--prompt", default="def read_file(path):\n", help="what generation continues")

@@ -214,7 +214,8 @@ def explain(
     Args:
       *args: as for `attention`; arrays or `jax.ShapeDtypeStruct`s.
       platform: "cpu" or "cuda"; the default backend's platform if None.
-      compute_capability: of the CUDA device, e.g. "9.0" or 10.3; the first device's if None.
+      compute_capability: of a CUDA device, e.g. "9.0" or 10.3. None asks about this process: its first device and
+        the kernels of this installation; without a device, about any.
       **kwargs: as for `attention`.
 
     Raises:
@@ -239,19 +240,11 @@ def explain(
     jax.eval_shape(trace, [x for x, array in zip(leaves, is_array, strict=True) if array])
     if not described:
         return Explanation(("xla", "xla"), {})
-    capability = _capability(platform, compute_capability)
+    capability = None if compute_capability is None else _ffi.capability_number(compute_capability)
+    device = _ffi.device(platform, capability)
     kernels, refusals = [], {}
     for problem in described:
-        name, reasons = _core.select(problem, platform, capability)
+        name, reasons = _core.select(problem, device)
         kernels.append(name or None)
         refusals.update(reasons)
     return Explanation(tuple(kernels), refusals)
-
-
-def _capability(platform: str, compute_capability: str | float | None) -> int:
-    """10 * major + minor of the CUDA device asked about, 0 elsewhere."""
-    if platform != "cuda":
-        return 0
-    if compute_capability is None:
-        return _ffi.compute_capability()
-    return round(float(compute_capability) * 10)

@@ -130,18 +130,28 @@ def _batch(
 # Lowering -------------------------------------------------------------------------------------------------------------
 
 
-def num_workers() -> int:
-    """Threads that XLA's CPU pool may run: what the scratch is sized for, no promise."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def device(platform: str, compute_capability: int | None = None) -> _core.Device:
+    """Where a program lowered for `platform` in this process will run, or a CUDA device elsewhere.
+
+    A process without CUDA devices may still lower for CUDA, for any device and an installation that we cannot see.
+    """
+    if platform != "cuda":
+        # Threads that XLA's CPU pool may run: what the scratch is sized for, no promise.
+        affinity = getattr(os, "sched_getaffinity", None)
+        workers = len(affinity(0)) if affinity else os.cpu_count() or 1
+        return _core.Device(platform, 0, False, workers)
+    if compute_capability is None:
+        try:
+            here = jax.devices("cuda")[0]
+        except RuntimeError:
+            return _core.Device(platform, 0, True, 1)
+        return _core.Device(platform, capability_number(here.compute_capability), _core.has_cuda_kernels(), 1)
+    return _core.Device(platform, compute_capability, True, 1)
 
 
-def compute_capability() -> int:
-    """10 * major + minor of the CUDA devices of this process; 0 if there are none (lowering for another machine)."""
-    try:
-        device = jax.devices("cuda")[0]
-    except RuntimeError:
-        return 0
-    return round(float(device.compute_capability) * 10)
+def capability_number(compute_capability: str | float) -> int:
+    """10 * major + minor of "9.0" or 9.0."""
+    return round(float(compute_capability) * 10)
 
 
 def _call(
@@ -158,8 +168,7 @@ def _call(
     described = dict(by_name)
     described.update((n, jax.ShapeDtypeStruct(*results[n])) for n in ("dbias", "dsinks") if n in results)
     problem = describe(described, options, backward=backward)
-    capability = compute_capability() if platform == "cuda" else 0
-    workspace = _core.workspace_bytes(problem, platform, capability, num_workers())
+    workspace = _core.workspace_bytes(problem, device(platform))
 
     absent = jnp.zeros((0,), jnp.float32)
     order = BACKWARD_OPERANDS if backward else FORWARD_OPERANDS
@@ -199,9 +208,19 @@ for _primitive in (forward_p, backward_p):
         mlir.register_lowering(_primitive, functools.partial(_lower, platform=_platform), platform=_platform)
     _sharding.lower_with_devices(_primitive)
 
-for _name, _capsule in _core.targets().items():
-    jax.ffi.register_ffi_target(_name, _capsule, platform="cpu")
 del _primitive, _platform
+
+
+def _register_targets() -> None:
+    """For CUDA too, whether or not there is a device: JAX keeps the registration until a backend wants it, and an
+    exported program may come without a lowering of ours. The library with the kernels is loaded by the first call.
+    """
+    for platform, targets in _core.targets().items():
+        for name, capsule in targets.items():
+            jax.ffi.register_ffi_target(name, capsule, platform=platform)
+
+
+_register_targets()
 
 
 # Guards ---------------------------------------------------------------------------------------------------------------

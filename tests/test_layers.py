@@ -19,7 +19,7 @@ ALLOWED = {
     "gpu": {"core"},
     "sm90": {"core", "gpu"},
     "sm100": {"core", "gpu"},
-    "dispatch": {"core", *ARCHITECTURES},
+    "dispatch": {"core", "gpu", *ARCHITECTURES},
     "ffi": {"core", "dispatch"},
     "tests": {"core", "dispatch", *ARCHITECTURES},
 }

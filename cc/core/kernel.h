@@ -17,8 +17,9 @@ enum class Platform : int32_t { kCpu, kCuda };
 // Where a call would run. Asked about on any machine, so plain facts only.
 struct Device {
   Platform platform = Platform::kCpu;
-  int compute_capability = 0;  // CUDA: 10 * major + minor
-  int num_workers = 1;         // CPU: threads that may run tasks at once
+  int compute_capability = 0;    // CUDA: 10 * major + minor; 0 if a program is made for any device
+  bool has_cuda_kernels = true;  // CUDA: false if this installation was built without them
+  int num_workers = 1;           // CPU: threads that may run tasks at once
 };
 
 // A pool that belongs to the caller (XLA). Tasks of one Run may run at the same time, each under a

@@ -1,15 +1,15 @@
 #include "cc/dispatch/registry.h"
 
 #include "cc/cpu/kernels.h"
+#include "cc/sm100/kernels.h"
+#include "cc/sm90/kernels.h"
 
 namespace jax_fmha {
 namespace {
 
 // The only list of kernels in the project, best first.
 const Kernel* const kKernels[] = {
-    &kCpuDecode,
-    &kCpuForward,
-    &kCpuBackward,
+    &kCpuDecode, &kCpuForward, &kCpuBackward, &kSm90Forward, &kSm90Backward, &kSm100Forward,
 };
 
 std::string Refusal(const Kernel& kernel, const Problem& problem, const Device& device) {

@@ -10,6 +10,7 @@
 
 #include "cc/core/problem.h"
 #include "cc/dispatch/registry.h"
+#include "cc/ffi/cuda_library.h"
 #include "cc/ffi/handlers.h"
 
 namespace nb = nanobind;
@@ -86,14 +87,16 @@ Problem DescribeFrom(bool backward, nb::dict specs, nb::dict attributes) {
   return problem;
 }
 
-Device DeviceFrom(const std::string& platform, int compute_capability, int num_workers) {
+Device DeviceFrom(const std::string& platform, int compute_capability, bool has_cuda_kernels,
+                  int num_workers) {
   if (platform != "cpu" && platform != "cuda") {
     PyErr_SetString(PyExc_NotImplementedError, ("attention: no kernel for platform \"" + platform +
                                                 "\"; implementation=\"xla\" runs everywhere.")
                                                    .c_str());
     throw nb::python_error();
   }
-  return {platform == "cpu" ? Platform::kCpu : Platform::kCuda, compute_capability, num_workers};
+  return {platform == "cpu" ? Platform::kCpu : Platform::kCuda, compute_capability,
+          has_cuda_kernels, num_workers};
 }
 
 }  // namespace
@@ -109,34 +112,48 @@ NB_MODULE(_core, m) {
   nb::class_<Problem>(m, "Problem");
   m.def("describe", &DescribeFrom, nb::arg("backward"), nb::arg("specs"), nb::arg("attributes"),
         "Checks a call by shapes and types alone. Raises ValueError on the caller's mistake.");
+  nb::class_<Device>(m, "Device")
+      .def(
+          "__init__",
+          [](Device* self, const std::string& platform, int compute_capability,
+             bool has_cuda_kernels, int num_workers) {
+            new (self)
+                Device(DeviceFrom(platform, compute_capability, has_cuda_kernels, num_workers));
+          },
+          nb::arg("platform"), nb::arg("compute_capability"), nb::arg("has_cuda_kernels"),
+          nb::arg("num_workers"));
   m.def(
       "select",
-      [](const Problem& problem, const std::string& platform, int compute_capability) {
-        const Selection s = Select(problem, DeviceFrom(platform, compute_capability, 1));
+      [](const Problem& problem, const Device& device) {
+        const Selection s = Select(problem, device);
         return std::pair<std::string, Reasons>(s.kernel ? s.kernel->name : "", s.refusals);
       },
-      nb::arg("problem"), nb::arg("platform"), nb::arg("compute_capability"),
+      nb::arg("problem"), nb::arg("device"),
       "(name of the kernel that would run or \"\", [(other kernel, reason)]).");
   m.def(
       "workspace_bytes",
-      [](const Problem& problem, const std::string& platform, int compute_capability,
-         int num_workers) {
-        const Device device = DeviceFrom(platform, compute_capability, num_workers);
+      [](const Problem& problem, const Device& device) {
         const Selection s = Select(problem, device);
         if (s.kernel == nullptr) Raise(NoKernel(s));
         return s.kernel->workspace_bytes(problem, device);
       },
-      nb::arg("problem"), nb::arg("platform"), nb::arg("compute_capability"),
-      nb::arg("num_workers"),
+      nb::arg("problem"), nb::arg("device"),
       "Bytes of workspace. Raises NotImplementedError with every kernel's reason if none takes the "
       "problem.");
+  m.def("has_cuda_kernels", &ffi::HasCudaLibrary,
+        "Whether this installation was built with the CUDA kernels.");
   m.def(
       "targets",
       [] {
-        nb::dict targets;
-        targets["jax_fmha_forward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuForward));
-        targets["jax_fmha_backward"] = nb::capsule(reinterpret_cast<void*>(&ffi::CpuBackward));
+        auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
+        nb::dict cpu, cuda, targets;
+        cpu["jax_fmha_forward"] = capsule(&ffi::CpuForward);
+        cpu["jax_fmha_backward"] = capsule(&ffi::CpuBackward);
+        cuda["jax_fmha_forward"] = capsule(&ffi::CudaForward);
+        cuda["jax_fmha_backward"] = capsule(&ffi::CudaBackward);
+        targets["cpu"] = cpu;
+        targets["CUDA"] = cuda;
         return targets;
       },
-      "{custom call target: capsule} for the CPU platform.");
+      "{platform: {custom call target: capsule}}.");
 }

@@ -15,7 +15,8 @@ __global__ void __launch_bounds__(256) SinkGradient(const __grid_constant__ Sink
     const float* lse = static_cast<const float*>(p.lse.data) +
                        (EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q;
     const float* delta = p.delta + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
-    for (int i = threadIdx.x; i < s.seqlen_q; i += 256) {
+    const int q_length = LimitsOf(s, b).q_length;  // rows beyond have no gradient
+    for (int i = threadIdx.x; i < q_length; i += 256) {
       if (lse[i] != -kInf) sum -= expf(sink - lse[i]) * delta[i];
     }
   }

@@ -10,7 +10,11 @@ namespace jax_fmha::sm90 {
 
 inline std::string SharedRefusal(const Problem& p, const Device& device) {
   if (device.platform != Platform::kCuda) return "the platform is not CUDA";
-  if (device.compute_capability != 90) {
+  if (!device.has_cuda_kernels) {
+    return "this installation has no CUDA kernels; reinstall jax-fmha from source with "
+           "-C cmake.define.JAX_FMHA_CUDA=ON";
+  }
+  if (device.compute_capability != 0 && device.compute_capability != 90) {
     return "compute capability 9.0 (Hopper) is needed, the device has " +
            std::to_string(device.compute_capability / 10) + "." +
            std::to_string(device.compute_capability % 10);

@@ -98,6 +98,28 @@ void TestNoKernelGivesEveryReason() {
   }
 }
 
+// Device{capability 0} stands for any device: a program is lowered where there is none.
+void TestHopperTakesSixteenBits() {
+  for (Pass pass : {Pass::kForward, Pass::kBackward}) {
+    for (int capability : {90, 0}) {
+      Device device;
+      device.platform = Platform::kCuda;
+      device.compute_capability = capability;
+      Problem p = Ordinary(pass, 512);
+      p.dtype = DType::kBF16;
+      const Selection s = Select(p, device);
+      CHECK(s.kernel != nullptr && std::string(s.kernel->implementation) == "sm90");
+      CHECK(s.kernel->workspace_bytes(p, device) > 0);
+      CheckComplete(s, pass);
+      p.dtype = DType::kF32;
+      CHECK(Select(p, device).kernel == nullptr);
+      p.dtype = DType::kBF16;
+      device.has_cuda_kernels = false;
+      CHECK(Select(p, device).kernel == nullptr);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jax_fmha
 
@@ -106,6 +128,7 @@ int main() {
   jax_fmha::TestDecodeIsPreferredForOneRow();
   jax_fmha::TestInsisting();
   jax_fmha::TestNoKernelGivesEveryReason();
+  jax_fmha::TestHopperTakesSixteenBits();
   std::puts("registry_test: ok");
   return 0;
 }

@@ -484,7 +484,9 @@ struct BackwardKernel {
     float (&dp)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tDp.data());
     float (&dv)[kHeadDimV / 2] = *reinterpret_cast<float (*)[kHeadDimV / 2]>(tDv.data());
     float (&dk)[kHeadDim / 2] = *reinterpret_cast<float (*)[kHeadDim / 2]>(tDk.data());
+    // One lane speaks for its warp, once all of them have read.
     auto release = [&](gpu::Barrier* bar) {
+      __syncwarp();
       if (lane == 0) gpu::Arrive(bar);
     };
 

@@ -369,7 +369,9 @@ struct ForwardKernel {
 #pragma unroll
       for (int i = 0; i < kScoreRegs; ++i) tOrP(i) = static_cast<Element>(s[i]);
     };
+    // One lane speaks for its warp, once all of them have read.
     auto release = [&](gpu::Barrier* bar) {
+      __syncwarp();
       if (lane == 0) gpu::Arrive(bar);
     };
     constexpr int kPingPongBar = 1;

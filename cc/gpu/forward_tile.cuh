@@ -1,0 +1,87 @@
+// What one tile of query rows of the forward pass has to do, worked out on the device.
+#pragma once
+
+#include "cc/gpu/problem_params.cuh"
+
+namespace jax_fmha::gpu {
+
+// How tiles of (query rows, head, batch entry) are numbered. Sections of (batch entry, head) pairs,
+// whose keys and values fit in L2, come one after the other; inside one, query tiles go last to
+// first, so that causal rows with most keys start early.
+struct TileOrder {
+  int num_q_tiles, num_tiles, pairs_per_section;
+};
+
+struct ForwardTileInfo {
+  int is_last;  // no tile: the block is done
+  int batch, head, q_first;
+  int kv_first, num_kv_tiles;  // keys kv_first + [0, num_kv_tiles * block_kv), clipped at kv_end
+  int kv_end;
+  int full_begin, full_end;          // keys that every row of the tile may see
+  int is_elementwise, is_scattered;  // partial by more than intervals
+  int may_leak;                      // rows of several segments share key tiles
+  EntryLimits limits;
+};
+
+template <int kBlockQ, int kBlockKv, bool kHasSegments, bool kHasElements>
+__device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams& s,
+                                                               const TileOrder& order, int tile) {
+  ForwardTileInfo info;
+  info.is_last = 0;
+  const int pairs = s.batch * s.num_q_heads;
+  const int per_section = order.pairs_per_section * order.num_q_tiles;
+  const int section = tile / per_section;
+  const int within = tile - section * per_section;
+  const int pairs_here = min(order.pairs_per_section, pairs - section * order.pairs_per_section);
+  const int from_last = within / pairs_here;
+  const int pair = section * order.pairs_per_section + within - from_last * pairs_here;
+  info.batch = pair / s.num_q_heads;
+  info.head = pair - info.batch * s.num_q_heads;
+  info.q_first = (order.num_q_tiles - 1 - from_last) * kBlockQ;
+  info.limits = LimitsOf(s, info.batch);
+  const EntryLimits& e = info.limits;
+  const int q_last = min(info.q_first + kBlockQ, e.q_length) - 1;
+  int lo_min = max(0, info.q_first + e.lo_shift), lo_max = max(0, q_last + e.lo_shift);
+  int hi_min = min(e.kv_length, info.q_first + e.hi_shift),
+      hi_max = min(e.kv_length, q_last + e.hi_shift);
+  info.is_elementwise = 0;
+  info.is_scattered = 0;
+  info.may_leak = 0;
+  if constexpr (kHasSegments) {
+    if (s.plan.blocks != nullptr && q_last >= info.q_first) {
+      const int num_blocks = (s.seqlen_q + kPlanRows - 1) / kPlanRows;
+      const PlanBlock* blocks = s.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
+      PlanBlock sum = blocks[info.q_first / kPlanRows];
+      for (int i = info.q_first / kPlanRows + 1; i <= q_last / kPlanRows; ++i) {
+        const PlanBlock x = blocks[i];
+        sum.lo_min = min(sum.lo_min, x.lo_min);
+        sum.hi_max = max(sum.hi_max, x.hi_max);
+        sum.lo_max = max(sum.lo_max, x.lo_max);
+        sum.hi_min = min(sum.hi_min, x.hi_min);
+        sum.is_scattered |= x.is_scattered;
+      }
+      info.may_leak = sum.is_scattered || sum.lo_min < sum.lo_max || sum.hi_min < sum.hi_max;
+      info.is_scattered = sum.is_scattered;
+      lo_min = max(lo_min, sum.lo_min);
+      hi_max = min(hi_max, sum.hi_max);
+      lo_max = max(lo_max, sum.lo_max);
+      hi_min = min(hi_min, sum.hi_min);
+    }
+    info.is_elementwise = info.is_scattered;
+  }
+  if constexpr (kHasElements) {
+    info.is_elementwise |=
+        s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+  }
+  if (q_last < info.q_first) hi_max = lo_min;
+  info.kv_first = lo_min;
+  info.kv_end = hi_max;
+  info.num_kv_tiles = hi_max > lo_min ? (hi_max - lo_min + kBlockKv - 1) / kBlockKv : 0;
+  info.full_begin = lo_max;
+  // Rows past q_length see nothing, which only masks can tell.
+  const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);
+  info.full_end = info.is_elementwise || has_dead_rows ? 0 : hi_min;
+  return info;
+}
+
+}  // namespace jax_fmha::gpu

@@ -1,0 +1,15 @@
+// One function per row of instances.def, each in an object file of its own that nvcc builds.
+#pragma once
+
+#include "cc/core/kernel.h"
+#include "cc/sm100/forward/config.h"
+
+namespace jax_fmha::sm100 {
+
+template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
+Status LaunchForward(const Problem& problem, const Operands& operands, const Launch& launch);
+
+// Writes out and lse of a call without keys.
+Status LaunchForwardEmpty(const Problem& problem, const Operands& operands, const Launch& launch);
+
+}  // namespace jax_fmha::sm100

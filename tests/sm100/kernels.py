@@ -1,0 +1,74 @@
+"""Builds the project's Blackwell kernels, with the checks of cc/tests/sm100/driver.cu, to run on a Hopper GPU.
+
+python tests/sm100/kernels.py FOLDER --cutlass cutlass_library/source [--only REGEX]
+FOLDER/forward_driver check 200 0        # there; environment variables of host.cc apply
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from build import Builder, first_site
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def instances(folder: Path, out: Path, only: str) -> list[Path]:
+    """One source per row of instances.def, as cmake/Instantiate.cmake makes them."""
+    template, sources = (folder / "instance.cu.in").read_text(), []
+    newest = max(p.stat().st_mtime for p in (ROOT / "cc").rglob("*.*") if p.suffix in (".h", ".cuh", ".in"))
+    for row in re.findall(
+        r"^[A-Z_]+\((.*), (.*), (.*), (.*)\)", (folder / "instances.def").read_text(), re.MULTILINE
+    ):
+        name = "_".join(row)
+        if not re.search(only, name):
+            continue
+        text = template
+        for key, value in zip(("dtype", "mode", "head_dim", "head_dim_v"), row, strict=True):
+            text = text.replace(f"@{key}@", value)
+        path = out / f"{name}.cu"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+        if path.stat().st_mtime < newest:
+            path.touch()  # what it includes has changed
+        sources.append(path)
+    return sources
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--cutlass", type=Path, required=True)
+    parser.add_argument("--only", default="", help="instances whose name matches; the others are left out")
+    parser.add_argument("--compile-only", action="store_true", help="compile instances, and do not link")
+    arguments = parser.parse_args()
+    cc = ROOT / "cc"
+    sources = instances(cc / "sm100/forward", arguments.folder / "instances", arguments.only)
+    include = arguments.folder.resolve() / "include"
+    options = [f"-I{include}", f"-I{ROOT}"]
+    builder = Builder(arguments.folder, arguments.cutlass)
+    if arguments.compile_only:
+        for source in sources:
+            print(builder.compile("forward_driver", source, options, first_site(source)).object)
+        return
+    # The dispatch lists what is built.
+    definition = include / "cc/sm100/forward/instances.def"
+    definition.parent.mkdir(parents=True, exist_ok=True)
+    definition.write_text(
+        "".join(f"FORWARD_INSTANCE({source.stem.replace('_', ', ')})\n" for source in sources)
+    )
+    plain = [
+        "tests/sm100/driver.cu",
+        "sm100/forward/forward.cc",
+        "sm100/forward/empty.cu",
+        "gpu/segment_plan.cu",
+    ]
+    plain += ["core/problem.cc"]
+    print(builder.build("forward_driver", sources, options, [cc / path for path in plain]))
+
+
+if __name__ == "__main__":
+    main()
