@@ -31,7 +31,9 @@ class Candidate:
 
     def times_slower_than(self, other: Candidate) -> float:
         """Median over the turns that both took: each turn's two times met the same state of the machine."""
-        return statistics.median(t / other.turns[turn] for turn, t in self.turns.items() if turn in other.turns)
+        return statistics.median(
+            t / other.turns[turn] for turn, t in self.turns.items() if turn in other.turns
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,14 @@
-"""Reads the machine code of the Hopper kernels: what the compiler made of them, not what it was asked for.
+"""Reads the machine code of the CUDA kernels: what the compiler made of them, not what it was asked for.
 
-    python cc/tests/sm90/check_machine_code.py build/cuda/libjax_fmha_cuda.so
-    python cc/tests/sm90/check_machine_code.py build/cuda/libjax_fmha_cuda.so --instances 'kBF16, .*, 128, 128'
+    python cc/tests/check_machine_code.py build/cuda/libjax_fmha_cuda.so
+    python cc/tests/check_machine_code.py build/cuda/libjax_fmha_cuda.so --instances 'kBF16, .*, 128, 128'
 
-For every row of both instances.def (that matches `--instances`) the main kernel must multiply on the tensor cores of a
-warpgroup (HGMMA), move registers between its warpgroups (USETMAXREG: a compiler that gives up on it only warns), and
-keep local memory (LDL, STL: spilled registers) out of its innermost loops that multiply. cuobjdump is taken from PATH
-or from the wheel nvidia-cuda-cuobjdump, with nvdisasm beside it. Exit code 1 if an instance fails or is missing.
+For every row of each instances.def (that matches `--instances`) the main kernel must multiply on the tensor cores of
+its architecture (HGMMA on Hopper, UTCHMMA on Blackwell) and move registers between its warpgroups (USETMAXREG: a
+compiler that gives up on it only warns). On Hopper it must keep local memory (LDL, STL: spilled registers) out of its
+innermost loops that multiply; on Blackwell another warp multiplies than computes, so that local memory is only
+counted. cuobjdump is taken from PATH or from the wheel nvidia-cuda-cuobjdump, with nvdisasm beside it. Exit code 1 if
+an instance fails or is missing.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-SM90 = Path(__file__).resolve().parents[2] / "sm90"
+CC = Path(__file__).resolve().parents[1]
+MULTIPLY = {"sm90": "HGMMA", "sm100": "UTCHMMA"}
 
-# (pass, dtype, mode, head_dim, head_dim_v) as in instances.def.
-Instance = tuple[str, str, str, int, int]
+# (architecture, pass, dtype, mode, head_dim, head_dim_v), the latter four as in instances.def.
+Instance = tuple[str, str, str, str, int, int]
 
-# Local loads and stores that a main loop may have for now: {(pass, mode): (how many, why)}. They may not become more.
+# Local loads and stores that a main loop of Hopper may have for now: {(pass, mode): (how many, why)}. No more than
+# these may come in.
 ALLOWED = {
     ("forward", "kInterval"): (
         32,
@@ -41,7 +45,9 @@ ALLOWED = {
     ("backward", "kGeneral"): (64, "dk, dv and two tiles of scores take more than 240 registers"),
 }
 
-NAME = re.compile(r"(Forward|Backward)MainI.*?(bfloat16_t|half_t)ELNS\w*?_11ForwardModeE(\d)ELi(\d+)ELi(\d+)")
+NAME = re.compile(
+    r"(sm90|sm100)\w*?(Forward|Backward)MainI.*?(bfloat16_t|half_t)ELNS\w*?_11ForwardModeE(\d)ELi(\d+)ELi(\d+)"
+)
 MODES = ("kDense", "kInterval", "kGeneral")
 DTYPES = {"bfloat16_t": "kBF16", "half_t": "kF16"}
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z0-9_]+)([^;]*);")
@@ -68,11 +74,11 @@ class Code:
     local_in_main_loops: int
 
     @classmethod
-    def of(cls, lines: list[Line]) -> Code:
-        loops = innermost(lines)
+    def of(cls, lines: list[Line], multiply: str) -> Code:
+        loops = innermost(lines, multiply)
         return cls(
             instructions=len(lines),
-            multiplies=count(lines, "HGMMA"),
+            multiplies=count(lines, multiply),
             setmaxreg=count(lines, "USETMAXREG"),
             local=count(lines, "LDL", "STL"),
             main_loops=len(loops),
@@ -84,7 +90,7 @@ def count(lines: list[Line], *opcodes: str) -> int:
     return sum(line.opcode in opcodes for line in lines)
 
 
-def innermost(lines: list[Line]) -> list[list[Line]]:
+def innermost(lines: list[Line], multiply: str) -> list[list[Line]]:
     """Bodies of the loops that multiply and hold no smaller loop that does.
 
     Blocks that are seldom run lie far from their loop, so that a span of addresses says nothing: a loop is what the
@@ -106,8 +112,8 @@ def innermost(lines: list[Line]) -> list[list[Line]]:
                     if (at := todo.pop()) not in body:
                         body.add(at)
                         todo.extend(predecessors[at])
-    multiply = [body for body in loops.values() if any(count(blocks[b], "HGMMA") for b in body)]
-    smallest = [body for body in multiply if not any(other < body for other in multiply)]
+    multiplying = [body for body in loops.values() if any(count(blocks[b], multiply) for b in body)]
+    smallest = [body for body in multiplying if not any(other < body for other in multiplying)]
     return [[line for b in sorted(body) for line in blocks[b]] for body in smallest]
 
 
@@ -178,31 +184,32 @@ def instance_of(name: str) -> Instance | None:
     match = NAME.search(name)
     if match is None:
         return None
-    which, dtype, mode, head_dim, head_dim_v = match.groups()
-    return which.lower(), DTYPES[dtype], MODES[int(mode)], int(head_dim), int(head_dim_v)
+    architecture, which, dtype, mode, head_dim, head_dim_v = match.groups()
+    return architecture, which.lower(), DTYPES[dtype], MODES[int(mode)], int(head_dim), int(head_dim_v)
 
 
 def expected(pattern: str) -> set[Instance]:
     rows: set[Instance] = set()
-    for which in ("forward", "backward"):
-        for row in (SM90 / which / "instances.def").read_text().splitlines():
+    for path in CC.glob("sm*/*/instances.def"):
+        for row in path.read_text().splitlines():
             match = re.match(r"[A-Z_]+\((\w+), (\w+), (\d+), (\d+)\)", row)
             if match and re.search(pattern, row):
                 dtype, mode, head_dim, head_dim_v = match.groups()
-                rows.add((which, dtype, mode, int(head_dim), int(head_dim_v)))
+                rows.add((path.parts[-3], path.parts[-2], dtype, mode, int(head_dim), int(head_dim_v)))
     return rows
 
 
 def faults(instance: Instance, code: Code) -> list[str]:
+    architecture, which, _, mode, _, _ = instance
     found = []
     if code.multiplies == 0:
-        found.append("no HGMMA")
+        found.append(f"no {MULTIPLY[architecture]}")
     if code.setmaxreg == 0:
         found.append("no USETMAXREG: the compiler ignored setmaxnreg")
     if code.main_loops == 0:
         found.append("no loop that multiplies")
-    allowed, _ = ALLOWED.get((instance[0], instance[2]), (0, ""))
-    if code.local_in_main_loops > allowed:
+    allowed, _ = ALLOWED.get((which, mode), (0, ""))
+    if architecture == "sm90" and code.local_in_main_loops > allowed:
         found.append(f"{code.local_in_main_loops} local loads and stores in a main loop, allowed {allowed}")
     return found
 
@@ -227,11 +234,11 @@ def main() -> int:
     for path in args.files:
         for name, lines in disassemble(path, cuobjdump):
             if instance := instance_of(name):
-                seen[instance] = Code.of(lines)
-    print(f"{'instance':46} {'code':>6} {'HGMMA':>6} {'loops':>6} {'local':>6} {'in loops':>9}")
+                seen[instance] = Code.of(lines, MULTIPLY[instance[0]])
+    print(f"{'instance':46} {'code':>6} {'MMA':>6} {'loops':>6} {'local':>6} {'in loops':>9}")
     bad = 0
     for instance, code in sorted(seen.items()):
-        label = "{} {} {} {}/{}".format(*instance)
+        label = "{} {} {} {} {}/{}".format(*instance)
         print(
             f"{label:46} {code.instructions:6} {code.multiplies:6} {code.main_loops:6} {code.local:6} "
             f"{code.local_in_main_loops:9}"
@@ -241,7 +248,7 @@ def main() -> int:
             print(f"  FAULT {fault}")
     missing = expected(args.instances) - seen.keys()
     for instance in sorted(missing):
-        print("  MISSING {} {} {} {}/{}".format(*instance))
+        print("  MISSING {} {} {} {} {}/{}".format(*instance))
     if not seen:
         print("no main kernel found")
     for (which, mode), (number, reason) in ALLOWED.items():
