@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import machine
-from bars import check
+from bars import check, told
 from rows import Row, all_rows, quick_rows
 from summary import markdown
 from timing import Budget, Candidate, measure
@@ -136,15 +136,13 @@ def run(rows: list[Row], budget: Budget, threads: int) -> dict[str, Any]:
         for result in run_row(row, budget):
             print(line(result), flush=True)
             results.append(result)
-    bars = check(results)
     print()
-    for bar in bars:
-        print(bar.line())
+    bars = told(check(results))
     return {
         "machine": about,
         "budget": dataclasses.asdict(budget),
         "rows": results,
-        "bars": [dataclasses.asdict(bar) | {"verdict": bar.verdict} for bar in bars],
+        "bars": bars,
     }
 
 

@@ -41,6 +41,15 @@ class Bar:
         return f"{self.verdict:12}  {measured} of {self.required:5.2f}   {self.text}"
 
 
+def told(bars: Iterable[Bar]) -> list[dict[str, Any]]:
+    """Prints a line for each bar, and gives them for JSON."""
+    out = []
+    for bar in bars:
+        print(bar.line())
+        out.append(dataclasses.asdict(bar) | {"verdict": bar.verdict})
+    return out
+
+
 def geometric_mean(values: Iterable[float]) -> float | None:
     logs = [math.log(x) for x in values]
     return math.exp(sum(logs) / len(logs)) if logs else None

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gpu_contestants
-from bars import Bar, geometric_mean
+from bars import Bar, geometric_mean, told
 from contestants import Unavailable
 from gpu_rows import GpuRow
 from machine import version
@@ -204,16 +204,14 @@ def run(rows: list[GpuRow], peers: Sequence[str], turns: int = TURNS) -> dict[st
         for result in run_row(row, peers, turns):
             print(line(result, peers), flush=True)
             results.append(result)
-    bars = check(results)
     print()
-    for bar in bars:
-        print(bar.line())
+    bars = told(check(results))
     return {
         "backend": "cuda",
         "machine": about,
         "peers": list(peers),
         "rows": results,
-        "bars": [dataclasses.asdict(bar) | {"verdict": bar.verdict} for bar in bars],
+        "bars": bars,
     }
 
 

@@ -137,7 +137,7 @@ class Config:
     kv_heads: int  # key/value heads, each shared by heads // kv_heads query heads
     head_dim: int
     implementation: str | None  # None is the native kernel
-    dtype: str  # of query, key and value; all else is float32
+    dtype: str = "float32"  # of query, key and value; all else is float32
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:

@@ -22,6 +22,11 @@ struct Device {
   int num_workers = 1;           // CPU: threads that may run tasks at once
 };
 
+// Why has_cuda_kernels == false refuses, and what to do.
+inline constexpr char kNoCudaKernels[] =
+    "this installation has no CUDA kernels; reinstall jax-fmha from source with "
+    "-C cmake.define.JAX_FMHA_CUDA=ON";
+
 // A pool that belongs to the caller (XLA). Tasks of one Run may run at the same time, each under a
 // slot number that no other running task of this Run holds; Run returns when all are done.
 class Workers {

@@ -23,9 +23,7 @@ std::string Path() {
 Library Load() {
   Library library;
   if (!HasCudaLibrary()) {
-    library.reason =
-        "this installation has no CUDA kernels; reinstall jax-fmha from source with "
-        "-C cmake.define.JAX_FMHA_CUDA=ON";
+    library.reason = kNoCudaKernels;
     return library;
   }
   void* handle = dlopen(Path().c_str(), RTLD_NOW | RTLD_LOCAL);

@@ -1,7 +1,10 @@
-// What one tile of query rows of the forward pass has to do, worked out on the device.
+// What the forward kernels of every architecture are given, what one tile of query rows has to do,
+// and how a row ends.
 #pragma once
 
 #include "cc/gpu/problem_params.cuh"
+#include "cc/gpu/repair.cuh"
+#include "cc/gpu/softmax.cuh"
 
 namespace jax_fmha::gpu {
 
@@ -10,6 +13,16 @@ namespace jax_fmha::gpu {
 // first, so that causal rows with most keys start early.
 struct TileOrder {
   int num_q_tiles, num_tiles, pairs_per_section;
+};
+
+struct ForwardParams {
+  ScoreParams score;
+  BatchMap q_map, k_map, v_map;
+  void* out;   // [batch, T, N, Hv]
+  float* lse;  // [batch, N, T]
+  TileOrder order;
+  int* next_tile;     // zeroed
+  RepairList repair;  // strips that another segment's NaN may have reached; with segments only
 };
 
 struct ForwardTileInfo {
@@ -82,6 +95,31 @@ __device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams
   const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);
   info.full_end = info.is_elementwise || has_dead_rows ? 0 : hi_min;
   return info;
+}
+
+// Takes the sink, if there is one, into a row's sum and base, the maximum that the exponentials
+// were taken against, in log2 units. Gives what outputs are to be multiplied with: 0 for a row
+// without keys, whose sum is 0.
+__device__ __forceinline__ float CloseRow(const ScoreParams& s, const ForwardTileInfo& info,
+                                          float& sum, float& base) {
+  const bool is_empty = sum == 0.f;
+  float scale = 1.f;
+  if (s.sinks.data != nullptr) {
+    const float sink =
+        kLog2e * ReadFloat(s.sinks, EntryOf(s.sinks.batch, info.batch) * s.num_q_heads + info.head);
+    const float top = fmaxf(base, sink);
+    if (top != -kInf) {
+      scale = Exp2(base - top);
+      sum = sum * scale + Exp2(sink - top);
+      base = top;
+    }
+  }
+  return is_empty ? 0.f : scale / sum;
+}
+
+// Of a closed row: -inf without keys and sink.
+__device__ __forceinline__ float LseOf(float sum, float base) {
+  return sum == 0.f ? -kInf : (base + __log2f(sum)) * kLn2;
 }
 
 }  // namespace jax_fmha::gpu

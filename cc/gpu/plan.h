@@ -38,4 +38,12 @@ inline int64_t RepairListBytes(const Problem& p) {
                  16);
 }
 
+inline constexpr int64_t kForwardCounterBytes = 16;
+
+// Counters, and with segments the list of strips and the plan.
+inline int64_t ForwardWorkspaceBytes(const Problem& p) {
+  if (!p.has_segment_ids) return kForwardCounterBytes;
+  return kForwardCounterBytes + RepairListBytes(p) + SegmentPlanBytes(p);
+}
+
 }  // namespace jax_fmha::gpu

@@ -117,25 +117,4 @@ __global__ void __launch_bounds__(32 * kStripRows)
   }
 }
 
-// Rows without any key (S == 0): out 0, lse -inf or the sink.
-template <typename T>
-__global__ void FillEmptyForward(const __grid_constant__ ScoreParams s, T* out, float* lse) {
-  const int64_t rows = static_cast<int64_t>(s.batch) * s.num_q_heads * s.seqlen_q,
-                columns = rows * s.head_dim_v;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < columns;
-       i += step) {
-    out[i] = static_cast<T>(0.f);
-  }
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows;
-       i += step) {
-    const int64_t pair = i / s.seqlen_q;
-    const int b = static_cast<int>(pair / s.num_q_heads),
-              head = static_cast<int>(pair % s.num_q_heads);
-    lse[i] = s.sinks.data == nullptr
-                 ? -kInf
-                 : ReadFloat(s.sinks, EntryOf(s.sinks.batch, b) * s.num_q_heads + head);
-  }
-}
-
 }  // namespace jax_fmha::gpu

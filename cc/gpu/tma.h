@@ -1,19 +1,13 @@
-// Tensor maps (TMA descriptors) whose row dimension is described twice, so that a box of rows can
-// be clipped anywhere.
-//
-// An operand [entries, rows, heads, head_dim] becomes five dimensions: column, masking row, offset
-// row, head, entry. The box spans `box_rows` masking rows, and that dimension is exactly box_rows
-// long: a box whose last wanted row is `first + valid - 1` is addressed by masking row box_rows -
-// valid and offset row first + valid, and what lies past the masking dimension is zero-filled
-// (loads). The base is moved back by box_rows rows to make the indices cancel, so a descriptor may
-// span memory that is not ours; on Hopper only rows that a box really touches must be mapped.
+// Tensor maps (TMA descriptors) of operands [entries, rows, heads, head_dim].
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
+#include "cc/core/operands.h"
 #include "cc/core/status.h"
 #include "cc/core/types.h"
 
@@ -25,7 +19,21 @@ struct RowTensor {
   int64_t entries, rows, heads, head_dim;
 };
 
-inline Status EncodeRows(const RowTensor& x, int box_rows, int box_cols, CUtensorMap* map) {
+// Entries that an operand holds, shared ones once.
+inline int64_t EntriesOf(const BatchMap& map) {
+  int64_t last = 0;
+  for (int d = 0; d < map.rank; ++d) last += (map.sizes[d] - 1) * map.strides[d];
+  return last + 1;
+}
+
+inline RowTensor RowsOf(const Operand& x, int64_t rows, int64_t heads, int64_t head_dim) {
+  return {x.data, x.dtype, EntriesOf(x.batch), rows, heads, head_dim};
+}
+
+// A map of `rank` dimensions, innermost first: strides in bytes of all but the first, and a box
+// whose rows of 64 or 128 bytes are swizzled. What lies outside is zero-filled.
+inline Status EncodeTensorMap(DType dtype, int rank, const void* base, const cuuint64_t* dims,
+                              const cuuint64_t* strides, const cuuint32_t* box, CUtensorMap* map) {
   static_assert(sizeof(void*) == 8);
   using Encode =
       CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -38,34 +46,18 @@ inline Status EncodeRows(const RowTensor& x, int box_rows, int box_cols, CUtenso
       found != cudaDriverEntryPointSuccess) {
     return Status::Internal("attention: the CUDA driver has no cuTensorMapEncodeTiled");
   }
-  const cuuint64_t size = static_cast<cuuint64_t>(SizeOf(x.dtype));
-  const cuuint64_t row = x.heads * x.head_dim * size;
-  const cuuint64_t dims[5] = {static_cast<cuuint64_t>(x.head_dim),
-                              static_cast<cuuint64_t>(box_rows),
-                              static_cast<cuuint64_t>(x.rows + 1), static_cast<cuuint64_t>(x.heads),
-                              static_cast<cuuint64_t>(x.entries)};
-  const cuuint64_t strides[4] = {row, row, x.head_dim * size, row * x.rows};
-  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows),
-                             1, 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  auto* base = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(x.data) - box_rows * row);
   const CUresult result = reinterpret_cast<Encode>(entry_point)(
       map,
-      x.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      5, base, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_cols * size == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      rank, const_cast<void*>(base), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box[0] * SizeOf(dtype) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     return Status::Internal("attention: cuTensorMapEncodeTiled failed with " +
                             std::to_string(result));
   }
   return {};
-}
-
-inline int64_t EntriesOf(const int64_t* sizes, const int64_t* strides, int rank) {
-  int64_t last = 0;
-  for (int d = 0; d < rank; ++d) last += (sizes[d] - 1) * strides[d];
-  return last + 1;
 }
 
 }  // namespace jax_fmha::gpu

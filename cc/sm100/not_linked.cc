@@ -1,23 +1,17 @@
 // Stands in for the CUDA part where only the host logic is linked: such a program answers questions
 // about the Blackwell kernels and runs none.
+#include "cc/gpu/not_linked.h"
 #include "cc/sm100/forward/launch.h"
 
 namespace jax_fmha::sm100 {
-namespace {
-
-Status NotLinked() { return Status::Internal("attention: the CUDA kernels are another library's"); }
-
-}  // namespace
 
 #define FORWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                    \
   template <>                                                                  \
   Status LaunchForward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>( \
       const Problem&, const Operands&, const Launch&) {                        \
-    return NotLinked();                                                        \
+    return gpu::NotLinked();                                                   \
   }
 #include "cc/sm100/forward/instances.def"
 #undef FORWARD_INSTANCE
-
-Status LaunchForwardEmpty(const Problem&, const Operands&, const Launch&) { return NotLinked(); }
 
 }  // namespace jax_fmha::sm100

@@ -2,53 +2,20 @@
 #pragma once
 
 #include <string>
-#include <tuple>
 
-#include "cc/core/kernel.h"
+#include "cc/gpu/refusal.h"
 
 namespace jax_fmha::sm100 {
 
-inline std::string DeviceRefusal(const Device& device) {
-  if (device.platform != Platform::kCuda) return "the platform is not CUDA";
-  if (!device.has_cuda_kernels) {
-    return "this installation has no CUDA kernels; reinstall jax-fmha from source with "
-           "-C cmake.define.JAX_FMHA_CUDA=ON";
-  }
-  const int capability = device.compute_capability;
-  if (capability == 0 || capability == 100 || capability == 103) return {};
-  std::string reason =
-      "compute capability 10.0 or 10.3 (Blackwell with tcgen05) is needed, the device has " +
-      std::to_string(capability / 10) + "." + std::to_string(capability % 10);
-  if (capability / 10 == 12) reason += ", which has no tensor memory";
-  return reason;
-}
-
 inline std::string SharedRefusal(const Problem& p, const Device& device, int max_head_dim,
                                  int max_head_dim_v) {
-  if (std::string reason = DeviceRefusal(device); !reason.empty()) return reason;
-  if (p.dtype != DType::kBF16 && p.dtype != DType::kF16) {
-    return std::string("dtype ") + Name(p.dtype) +
-           ": only bfloat16 and float16; cast query, key and value";
+  if (std::string reason = gpu::PlatformRefusal(device); !reason.empty()) return reason;
+  const int capability = device.compute_capability;
+  if (capability != 0 && capability != 100 && capability != 103) {
+    return gpu::CapabilityRefusal("10.0 or 10.3 (Blackwell with tcgen05)", device) +
+           (capability / 10 == 12 ? ", which has no tensor memory" : "");
   }
-  for (const auto& [name, head_dim, largest] :
-       {std::tuple{"head_dim", p.head_dim, max_head_dim},
-        std::tuple{"value's head_dim", p.head_dim_v, max_head_dim_v}}) {
-    if (head_dim < 8 || head_dim > largest || head_dim % 8 != 0) {
-      return std::string(name) + " " + std::to_string(head_dim) + ": only multiples of 8 up to " +
-             std::to_string(largest);
-    }
-  }
-  constexpr int64_t kMaxSeqlen = int64_t{1} << 29, kMaxTiles = int64_t{1} << 29;
-  if (p.seqlen_q > kMaxSeqlen || p.seqlen_kv > kMaxSeqlen) return "a sequence longer than 2^29";
-  // Tiles are counted in an int; 64 rows is the smallest tile of any kernel.
-  const int64_t longest = p.seqlen_q > p.seqlen_kv ? p.seqlen_q : p.seqlen_kv;
-  if (p.batch * p.num_q_heads > kMaxTiles ||
-      p.batch * p.num_q_heads * CeilDiv(longest, 64) > kMaxTiles) {
-    return "more than 2^29 tiles of work";
-  }
-  if (p.has_tile_mask) return "a tile mask: pass a dense bool mask";
-  if (p.has_bias && p.bias_dtype == DType::kF64) return "bias in float64: cast it to float32";
-  return {};
+  return gpu::ProblemRefusal(p, max_head_dim, max_head_dim_v);
 }
 
 }  // namespace jax_fmha::sm100

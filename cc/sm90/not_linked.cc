@@ -1,20 +1,16 @@
 // Stands in for the CUDA part where only the host logic is linked: such a program answers questions
 // about the Hopper kernels and runs none.
+#include "cc/gpu/not_linked.h"
 #include "cc/sm90/backward/launch.h"
 #include "cc/sm90/forward/launch.h"
 
 namespace jax_fmha::sm90 {
-namespace {
-
-Status NotLinked() { return Status::Internal("attention: the CUDA kernels are another library's"); }
-
-}  // namespace
 
 #define FORWARD_INSTANCE(dtype, mode, head_dim, head_dim_v)                    \
   template <>                                                                  \
   Status LaunchForward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>( \
       const Problem&, const Operands&, const Launch&) {                        \
-    return NotLinked();                                                        \
+    return gpu::NotLinked();                                                   \
   }
 #include "cc/sm90/forward/instances.def"
 #undef FORWARD_INSTANCE
@@ -23,12 +19,13 @@ Status NotLinked() { return Status::Internal("attention: the CUDA kernels are an
   template <>                                                                   \
   Status LaunchBackward<DType::dtype, ForwardMode::mode, head_dim, head_dim_v>( \
       const Problem&, const Operands&, const Launch&) {                         \
-    return NotLinked();                                                         \
+    return gpu::NotLinked();                                                    \
   }
 #include "cc/sm90/backward/instances.def"
 #undef BACKWARD_INSTANCE
 
-Status LaunchForwardEmpty(const Problem&, const Operands&, const Launch&) { return NotLinked(); }
-Status LaunchBackwardEmpty(const Problem&, const Operands&, const Launch&) { return NotLinked(); }
+Status LaunchBackwardEmpty(const Problem&, const Operands&, const Launch&) {
+  return gpu::NotLinked();
+}
 
 }  // namespace jax_fmha::sm90

@@ -63,7 +63,7 @@ def main() -> None:
     plain = [
         "tests/sm100/driver.cu",
         "sm100/forward/forward.cc",
-        "sm100/forward/empty.cu",
+        "gpu/empty_forward.cu",
         "gpu/segment_plan.cu",
     ]
     plain += ["core/problem.cc"]

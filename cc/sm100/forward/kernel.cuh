@@ -24,15 +24,7 @@ namespace jax_fmha::sm100 {
 
 using namespace cute;
 
-struct ForwardParams {
-  gpu::ScoreParams score;
-  BatchMap q_map, k_map, v_map;
-  void* out;   // [batch, T, N, Hv]
-  float* lse;  // [batch, N, T]
-  gpu::TileOrder order;
-  int* next_tile;          // zeroed
-  gpu::RepairList repair;  // strips that another segment's NaN may have reached; with segments only
-};
+using gpu::ForwardParams;
 
 // Values need rows past kv_end as zeros, since 0 * NaN is NaN. Scores are masked by selection, so
 // whatever lies behind queries and keys is harmless.
@@ -623,25 +615,11 @@ struct ForwardKernel {
   static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
                                                 int row, float sum, float base, uint32_t out) {
     const gpu::ScoreParams& sp = p.score;
-    const bool is_empty = sum == 0.f;
-    float scale = 1.f;
-    if (sp.sinks.data != nullptr) {
-      const float sink =
-          gpu::kLog2e *
-          gpu::ReadFloat(sp.sinks,
-                         gpu::EntryOf(sp.sinks.batch, info.batch) * sp.num_q_heads + info.head);
-      const float top = fmaxf(base, sink);
-      if (top != -gpu::kInf) {
-        scale = gpu::Exp2(base - top);
-        sum = sum * scale + gpu::Exp2(sink - top);
-        base = top;
-      }
-    }
-    const float norm = is_empty ? 0.f : scale / sum;
+    const float norm = gpu::CloseRow(sp, info, sum, base);
     const bool is_row = row < sp.seqlen_q;
     if (is_row) {
       const int64_t pair = static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head;
-      p.lse[pair * sp.seqlen_q + row] = sum == 0.f ? -gpu::kInf : (base + __log2f(sum)) * gpu::kLn2;
+      p.lse[pair * sp.seqlen_q + row] = gpu::LseOf(sum, base);
     }
     Element* to =
         static_cast<Element*>(p.out) +

@@ -6,11 +6,12 @@
 
 #include "cc/gpu/check.h"
 #include "cc/gpu/delta.cuh"
+#include "cc/gpu/launch.h"
 #include "cc/gpu/repair_backward.cuh"
 #include "cc/gpu/segment_plan.h"
-#include "cc/gpu/tma.h"
 #include "cc/sm90/backward/kernel.cuh"
 #include "cc/sm90/backward/launch.h"
+#include "cc/sm90/tma.h"
 
 namespace jax_fmha::sm90 {
 
@@ -108,41 +109,33 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   }
 
   CUtensorMap q, k, v, dout;
-  auto entries = [](const Operand& x) {
-    return gpu::EntriesOf(x.batch.sizes, x.batch.strides, x.batch.rank);
-  };
   const auto& o = operands;
-  if (Status s = gpu::EncodeRows(
-          {o.q.data, kDType, entries(o.q), problem.seqlen_q, problem.num_q_heads, problem.head_dim},
-          kTile.block_q, kTile.box_cols, &q);
+  if (Status s =
+          EncodeRows(gpu::RowsOf(o.q, problem.seqlen_q, problem.num_q_heads, problem.head_dim),
+                     kTile.block_q, kTile.box_cols, &q);
       !s.ok())
     return s;
-  if (Status s = gpu::EncodeRows({o.dout.data, kDType, entries(o.dout), problem.seqlen_q,
-                                  problem.num_q_heads, problem.head_dim_v},
-                                 kTile.block_q, kTile.box_cols, &dout);
+  if (Status s =
+          EncodeRows(gpu::RowsOf(o.dout, problem.seqlen_q, problem.num_q_heads, problem.head_dim_v),
+                     kTile.block_q, kTile.box_cols, &dout);
       !s.ok())
     return s;
-  if (Status s = gpu::EncodeRows({o.k.data, kDType, entries(o.k), problem.seqlen_kv,
-                                  problem.num_kv_heads, problem.head_dim},
-                                 kTile.block_kv, kTile.box_cols, &k);
+  if (Status s =
+          EncodeRows(gpu::RowsOf(o.k, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim),
+                     kTile.block_kv, kTile.box_cols, &k);
       !s.ok())
     return s;
-  if (Status s = gpu::EncodeRows({o.v.data, kDType, entries(o.v), problem.seqlen_kv,
-                                  problem.num_kv_heads, problem.head_dim_v},
-                                 kTile.block_kv, kTile.box_cols, &v);
+  if (Status s =
+          EncodeRows(gpu::RowsOf(o.v, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim_v),
+                     kTile.block_kv, kTile.box_cols, &v);
       !s.ok())
     return s;
 
-  int device = 0, num_sms = 0;
-  if (Status s = gpu::ToStatus(cudaGetDevice(&device), "device"); !s.ok()) return s;
-  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedStorage);
   static_assert(kSmemBytes <= 227 * 1024);
-  // Per call, since the attribute belongs to the current device.
-  if (Status s = gpu::ToStatus(
-          cudaFuncSetAttribute(BackwardMain<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kSmemBytes),
-          "shared memory");
+  int num_sms = 0;
+  if (Status s = gpu::PrepareLaunch(reinterpret_cast<const void*>(BackwardMain<Kernel>), kSmemBytes,
+                                    &num_sms);
       !s.ok())
     return s;
   BackwardMain<Kernel>

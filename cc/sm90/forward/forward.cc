@@ -1,6 +1,7 @@
 // Which problems the Hopper forward takes, what it needs, and which instance runs them.
 #include <string>
 
+#include "cc/gpu/empty_forward.h"
 #include "cc/gpu/plan.h"
 #include "cc/sm90/forward/config.h"
 #include "cc/sm90/forward/launch.h"
@@ -23,14 +24,12 @@ std::string Refusal(const Problem& problem, const Device& device) {
 }
 
 int64_t Workspace(const Problem& problem, const Device&) {
-  constexpr int64_t kCounters = 16;
-  if (!problem.has_segment_ids) return kCounters;
-  return kCounters + gpu::RepairListBytes(problem) + gpu::SegmentPlanBytes(problem);
+  return gpu::ForwardWorkspaceBytes(problem);
 }
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {
   if (problem.batch * problem.num_q_heads * problem.seqlen_q == 0) return {};
-  if (problem.seqlen_kv == 0) return LaunchForwardEmpty(problem, operands, launch);
+  if (problem.seqlen_kv == 0) return gpu::LaunchEmptyForward(problem, operands, launch);
   const ForwardTile tile = TileOf(static_cast<int>(problem.head_dim),
                                   static_cast<int>(problem.head_dim_v), ForwardMode::kInterval);
   const ForwardMode mode = ModeOf(problem, tile);

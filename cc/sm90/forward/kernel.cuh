@@ -10,9 +10,9 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/tensor.hpp>
 
+#include "cc/gpu/forward_tile.cuh"
 #include "cc/gpu/pipeline.cuh"
 #include "cc/gpu/problem_params.cuh"
-#include "cc/gpu/repair.cuh"
 #include "cc/gpu/softmax.cuh"
 #include "cc/gpu/store.cuh"
 #include "cc/sm90/forward/config.h"
@@ -21,16 +21,7 @@ namespace jax_fmha::sm90 {
 
 using namespace cute;
 
-struct ForwardParams {
-  gpu::ScoreParams score;
-  BatchMap q_map, k_map, v_map;
-  void* out;                                      // [batch, T, N, Hv]
-  float* lse;                                     // [batch, N, T]
-  int num_q_tiles, num_tiles, pairs_per_section;  // pairs: (batch entry, query head)
-  int* next_tile;                                 // zeroed
-  gpu::RepairList
-      repair;  // strips that another segment's NaN may have reached; used with segments only
-};
+using gpu::ForwardParams;
 
 template <typename Element_, ForwardMode kMode_, int kHeadDim_, int kHeadDimV_, int kBlockQ_,
           int kBlockKv_, int kStages_, int kBoxCols_>
@@ -74,16 +65,7 @@ struct ForwardKernel {
   static constexpr int kInfoSlots = 3;
 
   // What a tile is, worked out once by the producer.
-  struct TileInfo {
-    int is_last;  // no tile: the block is done
-    int batch, head, q_first;
-    int kv_first, num_kv_tiles;  // keys kv_first + [0, num_kv_tiles * kBlockKv), clipped at kv_end
-    int kv_end;
-    int full_begin, full_end;          // keys that every row of the tile may see
-    int is_elementwise, is_scattered;  // partial by more than intervals
-    int may_leak;                      // rows of several segments share key tiles
-    gpu::EntryLimits limits;
-  };
+  using TileInfo = gpu::ForwardTileInfo;
 
   struct alignas(1024) SharedStorage {
     alignas(1024) Element q[kBlockQ * kHeadDim];
@@ -93,69 +75,6 @@ struct ForwardKernel {
     gpu::Ring<kStages> k_ring, v_ring;
     TileInfo info[kInfoSlots];
   };
-
-  static __device__ __forceinline__ TileInfo DescribeTile(const ForwardParams& p, int tile) {
-    const gpu::ScoreParams& s = p.score;
-    TileInfo info;
-    info.is_last = 0;
-    // Sections of (batch, head) pairs whose keys and values fit in L2; inside one, query tiles last
-    // to first, so that causal rows with most keys start early.
-    const int pairs = s.batch * s.num_q_heads;
-    const int per_section = p.pairs_per_section * p.num_q_tiles;
-    const int section = tile / per_section;
-    const int within = tile - section * per_section;
-    const int pairs_here = min(p.pairs_per_section, pairs - section * p.pairs_per_section);
-    const int from_last = within / pairs_here;
-    const int pair = section * p.pairs_per_section + within - from_last * pairs_here;
-    info.batch = pair / s.num_q_heads;
-    info.head = pair - info.batch * s.num_q_heads;
-    info.q_first = (p.num_q_tiles - 1 - from_last) * kBlockQ;
-    info.limits = gpu::LimitsOf(s, info.batch);
-    const gpu::EntryLimits& e = info.limits;
-    const int q_last = min(info.q_first + kBlockQ, e.q_length) - 1;
-    int lo_min = max(0, info.q_first + e.lo_shift), lo_max = max(0, q_last + e.lo_shift);
-    int hi_min = min(e.kv_length, info.q_first + e.hi_shift),
-        hi_max = min(e.kv_length, q_last + e.hi_shift);
-    info.is_elementwise = 0;
-    info.is_scattered = 0;
-    info.may_leak = 0;
-    if constexpr (kHasSegments) {
-      if (s.plan.blocks != nullptr && q_last >= info.q_first) {
-        const int num_blocks = (s.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
-        const gpu::PlanBlock* blocks =
-            s.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
-        gpu::PlanBlock sum = blocks[info.q_first / gpu::kPlanRows];
-        for (int i = info.q_first / gpu::kPlanRows + 1; i <= q_last / gpu::kPlanRows; ++i) {
-          const gpu::PlanBlock x = blocks[i];
-          sum.lo_min = min(sum.lo_min, x.lo_min);
-          sum.hi_max = max(sum.hi_max, x.hi_max);
-          sum.lo_max = max(sum.lo_max, x.lo_max);
-          sum.hi_min = min(sum.hi_min, x.hi_min);
-          sum.is_scattered |= x.is_scattered;
-        }
-        info.may_leak = sum.is_scattered || sum.lo_min < sum.lo_max || sum.hi_min < sum.hi_max;
-        info.is_scattered = sum.is_scattered;
-        lo_min = max(lo_min, sum.lo_min);
-        hi_max = min(hi_max, sum.hi_max);
-        lo_max = max(lo_max, sum.lo_max);
-        hi_min = min(hi_min, sum.hi_min);
-      }
-      info.is_elementwise = info.is_scattered;
-    }
-    if constexpr (kHasElements) {
-      info.is_elementwise |=
-          s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
-    }
-    if (q_last < info.q_first) hi_max = lo_min;
-    info.kv_first = lo_min;
-    info.kv_end = hi_max;
-    info.num_kv_tiles = hi_max > lo_min ? (hi_max - lo_min + kBlockKv - 1) / kBlockKv : 0;
-    info.full_begin = lo_max;
-    // Rows past q_length see nothing, which only masks can tell.
-    const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);
-    info.full_end = info.is_elementwise || has_dead_rows ? 0 : hi_min;
-    return info;
-  }
 
   // Producer
   // ----------------------------------------------------------------------------------------------------------
@@ -169,9 +88,10 @@ struct ForwardKernel {
     k_state.phase = v_state.phase = 1;  // empty slots
     int q_phase = 1, slot = 0;
     int tile = blockIdx.x;
-    while (tile < p.num_tiles) {
+    while (tile < p.order.num_tiles) {
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info = DescribeTile(p, tile);
+      const TileInfo info =
+          gpu::DescribeForwardTile<kBlockQ, kBlockKv, kHasSegments, kHasElements>(s, p.order, tile);
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
                 k_entry = gpu::EntryOf(p.k_map, info.batch),
                 v_entry = gpu::EntryOf(p.v_map, info.batch);
@@ -494,27 +414,12 @@ struct ForwardKernel {
     bool is_nan = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = gpu::QuadSum(stats.sum[r]);
-      const bool is_empty = sum == 0.f;
-      float base = stats.max[r] * factor;  // in log2 units
-      float scale = 1.f;
-      if (sp.sinks.data != nullptr) {
-        const float sink =
-            gpu::kLog2e *
-            gpu::ReadFloat(sp.sinks,
-                           gpu::EntryOf(sp.sinks.batch, info.batch) * sp.num_q_heads + info.head);
-        const float top = fmaxf(base, sink);
-        if (top != -gpu::kInf) {
-          scale = gpu::Exp2(base - top);
-          sum = sum * scale + gpu::Exp2(sink - top);
-          base = top;
-        }
-      }
-      norm[r] = is_empty ? 0.f : scale / sum;
+      float sum = gpu::QuadSum(stats.sum[r]), base = stats.max[r] * factor;
+      norm[r] = gpu::CloseRow(sp, info, sum, base);
       if (lane % 4 == 0 && rows.index[r] < sp.seqlen_q) {
         const int64_t row =
             (static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head) * sp.seqlen_q;
-        p.lse[row + rows.index[r]] = sum == 0.f ? -gpu::kInf : (base + __log2f(sum)) * gpu::kLn2;
+        p.lse[row + rows.index[r]] = gpu::LseOf(sum, base);
       }
     }
 #pragma unroll

@@ -9,7 +9,4 @@ namespace jax_fmha::sm90 {
 template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
 Status LaunchForward(const Problem& problem, const Operands& operands, const Launch& launch);
 
-// Writes out and lse of a call without keys or queries.
-Status LaunchForwardEmpty(const Problem& problem, const Operands& operands, const Launch& launch);
-
 }  // namespace jax_fmha::sm90

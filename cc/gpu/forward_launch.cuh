@@ -1,0 +1,65 @@
+// What surrounds the main kernel of the forward, on the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cc/core/kernel.h"
+#include "cc/gpu/check.h"
+#include "cc/gpu/forward_tile.cuh"
+#include "cc/gpu/segment_plan.h"
+
+namespace jax_fmha::gpu {
+
+// The parameters but for what PlanForward fills in. A tile is `rows` query rows; keys and values
+// of a section of heads take `section_bytes`, which should stay in L2.
+inline ForwardParams MakeForwardParams(const Problem& problem, const Operands& operands, int rows,
+                                       int64_t section_bytes) {
+  ForwardParams params{};
+  params.score =
+      MakeScoreParams(problem, operands, 1.f / std::sqrt(static_cast<float>(problem.head_dim)));
+  params.q_map = operands.q.batch;
+  params.k_map = operands.k.batch;
+  params.v_map = operands.v.batch;
+  params.out = operands.out.data;
+  params.lse = static_cast<float*>(operands.lse.data);
+  const int64_t pairs = problem.batch * problem.num_q_heads;
+  params.order.num_q_tiles = static_cast<int>(CeilDiv(problem.seqlen_q, rows));
+  params.order.num_tiles = static_cast<int>(params.order.num_q_tiles * pairs);
+  const int64_t kv_head_bytes = 2 * problem.seqlen_kv * (problem.head_dim + problem.head_dim_v);
+  params.order.pairs_per_section = static_cast<int>(std::clamp<int64_t>(
+      std::max<int64_t>(1, section_bytes / kv_head_bytes) * problem.group_size(), 1, pairs));
+  return params;
+}
+
+// Carves ForwardWorkspaceBytes: two zeroed counters, the next tile and how many strips to repair;
+// with segments the strips and the plan.
+inline Status PlanForward(const Problem& problem, const Launch& launch, ForwardParams* params) {
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  char* workspace = static_cast<char*>(launch.workspace);
+  int* counters = reinterpret_cast<int*>(workspace);
+  if (Status s = ToStatus(cudaMemsetAsync(counters, 0, 2 * sizeof(int), stream), "memset"); !s.ok())
+    return s;
+  params->next_tile = counters;
+  if (!problem.has_segment_ids) return {};
+  workspace += kForwardCounterBytes;
+  params->repair = {counters + 1, reinterpret_cast<Strip*>(workspace)};
+  workspace += RepairListBytes(problem);
+  return ToStatus(RunSegmentPlan(params->score, workspace, stream, &params->score.plan),
+                  "segment plan");
+}
+
+// Repairs what the main kernel listed. The main kernel's type makes this function the
+// architecture's own: two of one name would launch the code of either.
+template <class MainKernel>
+Status RepairRows(const Problem& problem, const Operands& operands, const ForwardParams& params,
+                  int num_sms, cudaStream_t stream) {
+  if (!problem.has_segment_ids) return {};
+  const RepairParams repair = {params.score,    params.q_map,    params.k_map,    params.v_map,
+                               operands.q.data, operands.k.data, operands.v.data, params.out,
+                               params.lse,      params.repair};
+  RepairForward<typename MainKernel::Element><<<num_sms, 32 * kStripRows, 0, stream>>>(repair);
+  return ToStatus(cudaGetLastError(), "repair");
+}
+
+}  // namespace jax_fmha::gpu
