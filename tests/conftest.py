@@ -1,9 +1,10 @@
-"""Keeps the tests on the CPU and on the package that is meant."""
+"""Keeps the tests on the CPU and on the package that is meant, and programs quick to compile."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
 import sys
 
 # The contract is tested on the CPU; float32 products there are exact enough for the tolerances.
@@ -18,3 +19,25 @@ if not list((_ROOT / "jax_fmha").glob("_core*.so")):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes many GiB or more than half a minute")
+
+
+# Almost every program of the tests runs once, on small operands, so that compiling it takes most of the time. Workers
+# and examples inherit the environment.
+_QUICK_TO_COMPILE = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+
+
+def _compile_quickly() -> None:
+    """XLA ends a process that it gives a flag it does not know: another process tries them first."""
+    flags = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE])
+    trial = [sys.executable, "-c", "import jax; jax.devices()"]
+    if subprocess.run(trial, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode == 0:
+        os.environ["XLA_FLAGS"] = flags
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _compile_quickly()

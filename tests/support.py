@@ -171,7 +171,7 @@ def python(program: str, *args: str, devices: int = 1, **environment: str) -> st
     package = pathlib.Path(jax_fmha.__file__).parent.parent
     env = os.environ | environment
     env["PYTHONPATH"] = os.pathsep.join([str(package), str(TESTS)])
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     env["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(
         [sys.executable, str(TESTS / "programs" / program), *args],

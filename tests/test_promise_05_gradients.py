@@ -67,6 +67,16 @@ def test_every_combination(operands: tuple[str, ...]):
 
 
 @each_implementation
+def test_what_was_asked_before_changes_nothing(implementation: str | None):
+    """JAX keeps traces of a call, among them those for the gradients of other operands."""
+    want = expected(BY_NAME["mix_8"], "float32")
+    everything, less = DIFFERENTIABLE, ("query",)
+    for operands in (everything, less, everything, ("bias",), ("sinks",), ("query", "bias"), everything, less):
+        got = gradients("mix_8", operands, implementation)
+        check_close(got, {name: want["d" + name] for name in operands})
+
+
+@each_implementation
 def test_gradients_have_the_dtype_of_their_operand(implementation: str | None):
     x = np.ones((2, 3, 4, 8), jnp.bfloat16)
     operands = {
