@@ -53,9 +53,9 @@ def _forward(options: Options, names: tuple[str, str], primals: Any, rest: Any) 
     return (out, lse), (primals, rest, out, lse, _wants_as_residual(perturbed))
 
 
-# Those of dbias and dsinks that are asked for travel to the backward as a shape. In the tree of residuals they would not
-# be safe: JAX keeps the jaxpr of each pattern of perturbed operands, but only the tree of the pattern traced last, so
-# that after the gradients of all operands and those of q alone, the next gradients of all would lack dbias.
+# Those of dbias and dsinks that are asked for travel to the backward as a shape. In the tree of residuals they would
+# not be safe: JAX keeps the jaxpr of each pattern of perturbed operands, but only the tree of the pattern traced last,
+# so that after the gradients of all operands and those of q alone, the next gradients of all would lack dbias.
 _OPTIONAL = ("bias", "sinks")
 
 

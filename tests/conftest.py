@@ -21,22 +21,26 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes many GiB or more than half a minute")
 
 
-# Almost every program of the tests runs once, on small operands, so that compiling it takes most of the time. Workers
-# and examples inherit the environment.
-_QUICK_TO_COMPILE = [
+# Almost every program of the tests runs once, on small operands, so that compiling it takes most of the time. The flags
+# that fewer versions of XLA know come later.
+_QUICK_TO_COMPILE = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_parallel_codegen_split_count=1",
-]
+    "--xla_cpu_use_fusion_emitters=false",
+)
 
 
 def _compile_quickly() -> None:
-    """XLA ends a process that it gives a flag it does not know: another process tries them first."""
-    flags = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE])
+    """XLA ends a process that gives it a flag it does not know, so other processes try them. Workers and examples
+    inherit the environment.
+    """
     trial = [sys.executable, "-c", "import jax; jax.devices()"]
-    if subprocess.run(trial, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode == 0:
-        os.environ["XLA_FLAGS"] = flags
+    for count in range(len(_QUICK_TO_COMPILE), 0, -1):
+        flags = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE[:count]])
+        if subprocess.run(trial, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode == 0:
+            os.environ["XLA_FLAGS"] = flags
+            return
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
