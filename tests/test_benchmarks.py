@@ -119,21 +119,29 @@ def test_program_writes_every_figure(tmp_path):
     out = tmp_path / "deep" / "out.json"
     home = str(Path(jax_fmha.__file__).parents[1])
     command = [sys.executable, str(BENCHMARKS / "attention.py"), "--backend", "cpu", "--quick"]
-    done = subprocess.run(
-        [*command, "--rows", "decode-f32", "--threads", "1", "--json", str(out)],
-        env=os.environ | {"PYTHONPATH": home},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command += ["--threads", "1", "--json", str(out), "--rows"]
+
+    def measure(*rows: str) -> str:
+        done = subprocess.run(
+            [*command, *rows], env=os.environ | {"PYTHONPATH": home}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    printed = measure("decode-f32")
     report = json.loads(out.read_text())
     (row,) = report["rows"]
     assert row["name"] == "decode-f32-T1S512-H64"
     assert row["gflops"]["ours"] == pytest.approx(1e-6 * row["flops"] / row["median_ms"]["ours"])
     assert report["machine"]["sgemm_gflops"]["XLA dot"] > 0
     assert report["machine"]["threads"] == 1
-    lines = [text for text in done.stdout.splitlines() if text.startswith(row["name"])]
+    lines = [text for text in printed.splitlines() if text.startswith(row["name"])]
     assert len(lines) == 1
+
+    measure("decode-bf16", "--update")
+    assert json.loads(out.read_text())["rows"][0] == row
+    assert [r["name"] for r in json.loads(out.read_text())["rows"]] == [row["name"], "decode-bf16-T1S512-H64"]
+    assert [path.name for path in out.parent.iterdir()] == ["out.json"]
 
 
 def test_program_says_when_no_row_matches():
