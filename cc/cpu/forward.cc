@@ -235,6 +235,7 @@ class Forward {
   // A chunk's panels and what is known of the keys at hand.
   struct Block {
     int64_t begin, count;  // key slots
+    int64_t next_count;    // key slots of the block that follows
     Interval positions;
     bool ascending;
     bool staged;
@@ -353,8 +354,9 @@ class Forward {
     end = begin + keys * (split + 1) / t_.splits;
     begin += keys * split / t_.splits;
     while (begin < end) {
-      Block block{begin, BlockKeys(unit, begin, end - begin), Interval(), true, false};
+      Block block{begin, BlockKeys(unit, begin, end - begin), 0, Interval(), true, false};
       if (p_.uses_positions()) FindKvPositions(unit, positions, s, &block);
+      block.next_count = std::min(t_.block_kv, end - begin - block.count);
       if (!p_.uses_positions() || CoverOf(band_, q_interval, block.positions) != Cover::kNone) {
         for (int64_t i = 0; i < unit.num_heads; ++i) {
           block.staged = false;
@@ -518,6 +520,10 @@ class Forward {
     b.has_soft_cap = p_.has_logits_soft_cap;
     if (b.has_soft_cap) b.soft_cap = static_cast<T>(x_.logits_soft_cap.Float(unit.b) * kLog2E);
     b.scores = s->scores;
+    if (tile_.stage_keys[storage_] != nullptr) {
+      b.next_k = NextRows(unit, chunk, head, panel, *block, x_.k, p_.head_dim);
+      b.next_v = NextRows(unit, chunk, head, panel, *block, x_.v, p_.head_dim_v);
+    }
     tile_.attend[storage_](b, state);
   }
 
@@ -575,6 +581,18 @@ class Forward {
                                block->count, p_.head_dim, s->k);
     tile_.stage_rows[storage_](KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v),
                                block->count, p_.head_dim_v, s->v, t_.v_stride);
+  }
+
+  // This panel's share of the rows that are staged for the next block.
+  Ahead NextRows(const Unit& unit, const Chunk& chunk, int64_t head, int64_t panel,
+                 const Block& block, const Operand& x, int64_t width) const {
+    const int64_t begin = block.begin + block.count + block.next_count * panel / chunk.panels,
+                  end = block.begin + block.count + block.next_count * (panel + 1) / chunk.panels;
+    if (begin == end || !unit.entry.KvContiguous(begin, end - begin)) return {};
+    const RowSet rows = KvRows(unit, head, begin, end - begin, x, width);
+    const int64_t stride = rows.stride * element_;
+    return {static_cast<const char*>(rows.base) + rows.first * stride, stride, width * element_,
+            end - begin};
   }
 
   // The key positions that every column may attend, relative to `base`.

@@ -126,8 +126,11 @@ template <typename T, int V>
 void Scores(const PanelBlock<T>& b) {
   constexpr int kRows = kBlockRows<V>;
   static_assert(kRows % kStripRows == 0);
+  Ahead ahead = b.next_k;
+  const int64_t fetch = ahead.RowsPerStep(b.keys / kRows);
   for (int64_t row = 0; row < b.keys; row += kRows) {
     WithConstant<kRows>(Min(kRows, b.keys - row), [&](auto rows) {
+      ahead.Fetch(fetch);
       constexpr int M = decltype(rows)::value;
       Vec<T> c[M][V];
       Clear(c);
@@ -197,7 +200,10 @@ void Exponentials(const PanelBlock<T>& b, const Vec<T> (&base)[V], Vec<T> (&sum)
 // O^T = alpha O^T + V^T P^T.
 template <typename T, int V>
 void Accumulate(const PanelBlock<T>& b, const Vec<T> (&alpha)[V], T* o) {
+  Ahead ahead = b.next_v;
+  const int64_t fetch = ahead.RowsPerStep(b.head_dim_v / kBlockRows<V>);
   ForRowBlocks<V>(b.head_dim_v, [&](auto rows, int64_t row) {
+    ahead.Fetch(fetch);
     constexpr int M = decltype(rows)::value;
     Vec<T> c[M][V];
     T* to = o + row * kPanel<T>;

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "cc/core/types.h"
+#include "cc/cpu/ahead.h"
 #include "cc/cpu/isa.h"
 
 namespace jax_fmha {
@@ -86,8 +87,9 @@ struct PanelBlock {
       lowest;  // [kPanel] key positions that the column may attend, both ends included
   const LaneInt<T>* highest;
   bool has_soft_cap;
-  T soft_cap;  // times log2(e)
-  T* scores;   // scratch [keys][kPanel]
+  T soft_cap;            // times log2(e)
+  T* scores;             // scratch [keys][kPanel]
+  Ahead next_k, next_v;  // rows to fetch meanwhile, for the next block
 };
 
 enum class MaskKind { kNone, kSome, kAll };  // how much of a panel a mask keeps
