@@ -1,5 +1,6 @@
 #include "cc/cpu/backward_tile.h"
 
+#include "cc/cpu/ahead.h"
 #include "cc/cpu/gemm.h"
 #include "cc/cpu/simd.h"
 
@@ -12,11 +13,12 @@ constexpr double kLog2E = 1.4426950408889634074;
 
 // ---- matrix products on staged tiles ----
 
-// C[rows][V vectors] = A B, or += A B.
+// C[rows][V vectors] = A B, or += A B. Every block fetches `fetch` rows ahead.
 template <Layout kLayout, bool kAccumulate, int V, typename T>
 void MultiplyPanel(int64_t rows, int64_t depth, const T* a, int64_t lda, const T* b, int64_t ldb,
-                   T* c, int64_t ldc) {
+                   T* c, int64_t ldc, int64_t fetch, Ahead* ahead) {
   ForRowBlocks<V>(rows, [&](auto m, int64_t row) {
+    ahead->Fetch(fetch);
     Vec<T> sum[m.value][V];
     T* const to = c + row * ldc;
     Clear(sum);
@@ -33,12 +35,14 @@ void MultiplyPanel(int64_t rows, int64_t depth, const T* a, int64_t lda, const T
 }
 
 // C[rows][columns] for any number of columns; whole vectors are written. Panel p of B is at b + p *
-// panel_stride. Goes over the panels with as many rows of A as stay in half of a 32 KB cache.
+// panel_stride. Goes over the panels with as many rows of A as stay in half of a 32 KB cache, and
+// fetches what is `ahead` in even parts.
 template <Layout kLayout, bool kAccumulate, typename T>
 void Multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t lda, const T* b,
-              int64_t panel_stride, int64_t ldb, T* c, int64_t ldc) {
+              int64_t panel_stride, int64_t ldb, T* c, int64_t ldc, Ahead ahead = {}) {
   constexpr int64_t kBlock = kBlockRows<kPanelVectors>, kCached = 18432 / sizeof(T);
   const int64_t most = Max(kCached / Max(depth, 1) / kBlock, 1) * kBlock;
+  const int64_t fetch = ahead.RowsPerStep(rows / kBlock * (columns / kPanel<T>));
   for (int64_t row = 0; row < rows; row += most) {
     const T* const part = a + row * (kLayout == Layout::kRows ? lda : 1);
     const int64_t count = Min(most, rows - row);
@@ -48,13 +52,19 @@ void Multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t 
     for (; left > kNarrowVectors * kLanes<T>;
          left -= kPanel<T>, panel += panel_stride, to += kPanel<T>) {
       MultiplyPanel<kLayout, kAccumulate, kPanelVectors>(count, depth, part, lda, panel, ldb, to,
-                                                         ldc);
+                                                         ldc, fetch, &ahead);
     }
     if (left > 0) {
       MultiplyPanel<kLayout, kAccumulate, kNarrowVectors>(count, depth, part, lda, panel, ldb, to,
-                                                          ldc);
+                                                          ldc, fetch, &ahead);
     }
   }
+}
+
+template <typename T>
+Ahead RowsAhead(const T* rows, int64_t stride, int64_t count) {
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(T));
+  return {reinterpret_cast<const char*>(rows), bytes, bytes, count};
 }
 
 // ---- staging ----
@@ -358,18 +368,20 @@ void Softmax(const BackwardHead<T>& head, const KeyTile& keys, const QueryBlock<
 // ---- the five products ----
 
 // P and dS of one part. Both products may read garbage beyond the last key; it stays beyond the
-// last key.
+// last key. Each fetches what the next one streams from a far cache: dO, then dQ.
 template <typename T>
 void Scores(const BackwardHead<T>& head, const KeyTile& keys, const QueryBlock<T>& block,
             const Part& part, const BackwardScratch<T>& scratch, RowFlags* rows) {
   constexpr int64_t kStride = kScoreStride<T>;
   const int64_t h = head.head_dim, hv = head.head_dim_v, at = part.row * kStride + part.column;
-  Multiply<Layout::kRows, false>(part.rows, part.columns, h, block.q + part.row * head.staged_h,
-                                 head.staged_h, scratch.kt + part.column * h, h * kPanel<T>,
-                                 kPanel<T>, scratch.p + at, kStride);
+  Multiply<Layout::kRows, false>(
+      part.rows, part.columns, h, block.q + part.row * head.staged_h, head.staged_h,
+      scratch.kt + part.column * h, h * kPanel<T>, kPanel<T>, scratch.p + at, kStride,
+      RowsAhead(block.dout + part.row * head.staged_hv, head.staged_hv, part.rows));
   Multiply<Layout::kRows, false>(
       part.rows, part.columns, hv, block.dout + part.row * head.staged_hv, head.staged_hv,
-      scratch.vt + part.column * hv, hv * kPanel<T>, kPanel<T>, scratch.ds + at, kStride);
+      scratch.vt + part.column * hv, hv * kPanel<T>, kPanel<T>, scratch.ds + at, kStride,
+      RowsAhead(block.dq + part.row * head.staged_h, head.staged_h, part.rows));
   Softmax(head, keys, block, part, scratch, rows);
 }
 
@@ -388,14 +400,15 @@ void AddToKeys(const BackwardHead<T>& head, const QueryBlock<T>& block, const Pa
                                    scratch.dk + part.column * head.staged_h, head.staged_h);
 }
 
-// dQ += dS K for rows that see the keys [begin, end).
+// dQ += dS K for rows that see the keys [begin, end). Fetches the rows of Q that come next: those
+// of the next block, unless a copy without dead rows stands for this one.
 template <typename T>
 void AddToQueries(const BackwardHead<T>& head, const QueryBlock<T>& block, int64_t row,
                   int64_t rows, int64_t begin, int64_t end, const BackwardScratch<T>& scratch) {
-  Multiply<Layout::kRows, true>(rows, head.head_dim, end - begin,
-                                scratch.ds + row * kScoreStride<T> + begin, kScoreStride<T>,
-                                scratch.k + begin * head.staged_h, kPanel<T>, head.staged_h,
-                                block.dq + row * head.staged_h, head.staged_h);
+  Multiply<Layout::kRows, true>(
+      rows, head.head_dim, end - begin, scratch.ds + row * kScoreStride<T> + begin, kScoreStride<T>,
+      scratch.k + begin * head.staged_h, kPanel<T>, head.staged_h, block.dq + row * head.staged_h,
+      head.staged_h, RowsAhead(block.q + (block.count + row) * head.staged_h, head.staged_h, rows));
 }
 
 // The keys from the first to the last that a row sees.

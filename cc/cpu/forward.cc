@@ -64,7 +64,8 @@ struct Tiling {
   int64_t splits;  // shares of the keys
   int64_t block_kv;
   int64_t staged_keys;  // elements of a block of keys; 0 where they are read as stored
-  int64_t v_stride;     // of staged rows; 0 likewise
+  int64_t v_stride;     // from one strip of staged values to the next; 0 likewise
+  int64_t v_strips;
   int64_t max_panels;   // of a chunk
   int64_t unit_panels;  // of a unit, whose chunks each round up to whole panels; only when the keys
                         // are split
@@ -73,19 +74,11 @@ struct Tiling {
   int64_t units;        // batch entries * head_blocks * tiles
 };
 
-// Staged rows lie an odd number of 64-byte lines apart, so that a column of them spreads over all
-// sets of a cache.
-int64_t StagedStride(int64_t width, int64_t element) {
-  const int64_t line = 64 / element;
-  const int64_t lines = CeilDiv(width, line);
-  return (lines + (lines % 2 == 0)) * line;
-}
-
 template <typename T>
 Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
   constexpr int64_t element = sizeof(T);
   const int panel = tile.panel;
-  const bool staged = tile.stage_rows[StorageOf(p.dtype)] != nullptr;
+  const bool staged = tile.stage_values[StorageOf(p.dtype)] != nullptr;
   Tiling t;
   t.panel = panel;
   t.group = p.group_size();
@@ -110,10 +103,11 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
   const int64_t possible = p.seqlen_kv / (staged ? kMinKeysPerSplit : kMinStoredKeysPerSplit);
   t.splits = p.has_segment_ids ? 1 : std::clamp<int64_t>(possible, 1, wanted);
 
-  t.v_stride = staged ? StagedStride(p.head_dim_v, element) : 0;
-  const int64_t fit = kBlockBytes / ((StagedStride(width, element)) * element) / 48 * 48;
+  const int64_t fit = kBlockBytes / (width * element) / 48 * 48;
   t.block_kv = staged ? std::clamp(fit, kMinBlockKv, kMaxBlockKv) : kStoredBlockKv;
   t.staged_keys = staged ? RoundUp(t.block_kv, tile.strip) * p.head_dim + tile.panel : 0;
+  t.v_stride = staged ? t.block_kv * tile.strip + tile.panel : 0;
+  t.v_strips = CeilDiv(p.head_dim_v, tile.strip);
   t.max_panels = CeilDiv(std::min(t.rows, p.seqlen_q) * t.group, panel);
   // A unit has one chunk, or up to three where a group ends within reach of its cuts.
   const int64_t unit_rows = t.tiles == 1 ? p.seqlen_q : t.rows * 3 / 2;
@@ -130,7 +124,7 @@ struct Scratch {
   T* m;                      // [heads][max_panels][panel]
   T* l;                      // [heads][max_panels][panel]
   T* k;                      // [block_kv / strip][head_dim][strip], and a vector more
-  T* v;                      // [block_kv][v_stride]
+  T* v;                      // [v_strips][v_stride]: [block_kv][strip], and a vector more
   T* scores;                 // [block_kv][panel]
   T* bias;                   // [block_kv][panel]
   T* bias_columns;           // [block_kv][panel]
@@ -153,7 +147,7 @@ struct Scratch {
     m = arena->Take<T>(t.heads * columns);
     l = arena->Take<T>(t.heads * columns);
     k = arena->Take<T>(t.staged_keys);
-    v = arena->Take<T>(t.block_kv * t.v_stride);
+    v = arena->Take<T>(t.v_strips * t.v_stride);
     scores = arena->Take<T>(block);
     bias = arena->Take<T>(p.has_bias ? block : 0);
     bias_columns = arena->Take<T>(p.has_bias ? block : 0);
@@ -235,6 +229,7 @@ class Forward {
   // A chunk's panels and what is known of the keys at hand.
   struct Block {
     int64_t begin, count;  // key slots
+    int64_t next_count;    // key slots of the block that follows
     Interval positions;
     bool ascending;
     bool staged;
@@ -353,8 +348,9 @@ class Forward {
     end = begin + keys * (split + 1) / t_.splits;
     begin += keys * split / t_.splits;
     while (begin < end) {
-      Block block{begin, BlockKeys(unit, begin, end - begin), Interval(), true, false};
+      Block block{begin, BlockKeys(unit, begin, end - begin), 0, Interval(), true, false};
       if (p_.uses_positions()) FindKvPositions(unit, positions, s, &block);
+      block.next_count = std::min(t_.block_kv, end - begin - block.count);
       if (!p_.uses_positions() || CoverOf(band_, q_interval, block.positions) != Cover::kNone) {
         for (int64_t i = 0; i < unit.num_heads; ++i) {
           block.staged = false;
@@ -513,11 +509,15 @@ class Forward {
     b.head_dim_v = p_.head_dim_v;
     b.q = s->q + (i * chunk.panels + panel) * t_.panel * p_.head_dim;
     b.k = s->k + begin * p_.head_dim;
-    b.v = s->v + begin * t_.v_stride;
+    b.v = s->v + begin * tile_.strip;
     b.v_stride = t_.v_stride;
     b.has_soft_cap = p_.has_logits_soft_cap;
     if (b.has_soft_cap) b.soft_cap = static_cast<T>(x_.logits_soft_cap.Float(unit.b) * kLog2E);
     b.scores = s->scores;
+    if (tile_.stage_keys[storage_] != nullptr) {
+      b.next_k = NextRows(unit, chunk, head, panel, *block, x_.k, p_.head_dim);
+      b.next_v = NextRows(unit, chunk, head, panel, *block, x_.v, p_.head_dim_v);
+    }
     tile_.attend[storage_](b, state);
   }
 
@@ -573,8 +573,21 @@ class Forward {
     if (tile_.stage_keys[storage_] == nullptr) return;
     tile_.stage_keys[storage_](KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim),
                                block->count, p_.head_dim, s->k);
-    tile_.stage_rows[storage_](KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v),
-                               block->count, p_.head_dim_v, s->v, t_.v_stride);
+    tile_.stage_values[storage_](
+        KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v), block->count,
+        p_.head_dim_v, s->v, t_.v_stride);
+  }
+
+  // This panel's share of the rows that are staged for the next block.
+  Ahead NextRows(const Unit& unit, const Chunk& chunk, int64_t head, int64_t panel,
+                 const Block& block, const Operand& x, int64_t width) const {
+    const int64_t begin = block.begin + block.count + block.next_count * panel / chunk.panels,
+                  end = block.begin + block.count + block.next_count * (panel + 1) / chunk.panels;
+    if (begin == end || !unit.entry.KvContiguous(begin, end - begin)) return {};
+    const RowSet rows = KvRows(unit, head, begin, end - begin, x, width);
+    const int64_t stride = rows.stride * element_;
+    return {static_cast<const char*>(rows.base) + rows.first * stride, stride, width * element_,
+            end - begin};
   }
 
   // The key positions that every column may attend, relative to `base`.

@@ -48,9 +48,28 @@ void PackQ(const RowSet& rows, int64_t group, int64_t columns, int64_t head_dim,
 }
 
 template <typename T, typename In>
-void StageRows(const RowSet& rows, int64_t count, int64_t width, T* to, int64_t to_stride) {
-  for (int64_t i = 0; i < count; ++i)
-    WidenRow<T>(Row<In>(rows, i), width, T(1), to + i * to_stride);
+void StageValues(const RowSet& rows, int64_t count, int64_t width, T* to, int64_t to_stride) {
+  constexpr int kL = kLanes<T>;
+  constexpr int64_t kTogether = 8;  // keys whose rows stay in the first cache, strip by strip
+  for (int64_t j = 0; j < count; j += kTogether, to += kTogether * kStripRows) {
+    const int64_t keys = Min(kTogether, count - j);
+    const In* from[kTogether];
+    for (int64_t i = 0; i < keys; ++i) from[i] = Row<In>(rows, j + i);
+    T* strip = to;
+    ForRowBlocks<kPanelVectors>(width, [&](auto, int64_t h) {
+      for (int64_t i = 0; i < keys; ++i) {
+        // In ascending order, for the lanes past a strip's row fall on what comes next.
+        JAX_FMHA_UNROLL
+        for (int r = 0; r < kStripRows; r += kL) {
+          const int64_t left = width - h - r;
+          const Vec<T> x = left >= kL ? LoadAs(from[i] + h + r, T())
+                                      : LoadFirst<T>(from[i] + h + r, Max(left, 0));
+          Store(strip + i * kStripRows + r, x);
+        }
+      }
+      strip += to_stride;
+    });
+  }
 }
 
 template <typename T, typename In>
@@ -126,8 +145,11 @@ template <typename T, int V>
 void Scores(const PanelBlock<T>& b) {
   constexpr int kRows = kBlockRows<V>;
   static_assert(kRows % kStripRows == 0);
+  Ahead ahead = b.next_k;
+  const int64_t fetch = ahead.RowsPerStep(b.keys / kRows);
   for (int64_t row = 0; row < b.keys; row += kRows) {
     WithConstant<kRows>(Min(kRows, b.keys - row), [&](auto rows) {
+      ahead.Fetch(fetch);
       constexpr int M = decltype(rows)::value;
       Vec<T> c[M][V];
       Clear(c);
@@ -197,7 +219,11 @@ void Exponentials(const PanelBlock<T>& b, const Vec<T> (&base)[V], Vec<T> (&sum)
 // O^T = alpha O^T + V^T P^T.
 template <typename T, int V>
 void Accumulate(const PanelBlock<T>& b, const Vec<T> (&alpha)[V], T* o) {
-  ForRowBlocks<V>(b.head_dim_v, [&](auto rows, int64_t row) {
+  Ahead ahead = b.next_v;
+  const int64_t fetch = ahead.RowsPerStep(b.head_dim_v / kStripRows);
+  const T* strip = b.v;
+  ForRowBlocks<kPanelVectors>(b.head_dim_v, [&](auto rows, int64_t row) {
+    ahead.Fetch(fetch);
     constexpr int M = decltype(rows)::value;
     Vec<T> c[M][V];
     T* to = o + row * kPanel<T>;
@@ -206,7 +232,8 @@ void Accumulate(const PanelBlock<T>& b, const Vec<T> (&alpha)[V], T* o) {
       JAX_FMHA_UNROLL
       for (int v = 0; v < V; ++v) c[m][v] = Load(to + m * kPanel<T> + v * kLanes<T>) * alpha[v];
     }
-    MultiplyAdd<Layout::kColumns, M, V, T>(b.keys, b.v + row, b.v_stride, b.scores, kPanel<T>, c);
+    MultiplyAdd<Layout::kStrips, M, V, T>(b.keys, strip, 0, b.scores, kPanel<T>, c);
+    strip += b.v_stride;
     JAX_FMHA_UNROLL
     for (int m = 0; m < M; ++m) {
       JAX_FMHA_UNROLL
@@ -298,7 +325,7 @@ extern const ForwardTile<float> kForwardF32 = {
     kStripRows,
     {PackQ<float, F16>, PackQ<float, BF16>, PackQ<float, float>, nullptr},
     {StageKeys<float, F16>, StageKeys<float, BF16>, StageKeys<float, float>, nullptr},
-    {StageRows<float, F16>, StageRows<float, BF16>, StageRows<float, float>, nullptr},
+    {StageValues<float, F16>, StageValues<float, BF16>, StageValues<float, float>, nullptr},
     {StageBias<float, F16>, StageBias<float, BF16>, StageBias<float, float>,
      StageBias<float, double>},
     StageMask<float>,
@@ -312,7 +339,7 @@ extern const ForwardTile<double> kForwardF64 = {
     kStripRows,
     {nullptr, nullptr, nullptr, PackQ<double, double>},
     {nullptr, nullptr, nullptr, StageKeys<double, double>},
-    {nullptr, nullptr, nullptr, StageRows<double, double>},
+    {nullptr, nullptr, nullptr, StageValues<double, double>},
     {StageBias<double, F16>, StageBias<double, BF16>, StageBias<double, float>,
      StageBias<double, double>},
     StageMask<double>,

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "cc/core/types.h"
+#include "cc/cpu/ahead.h"
 #include "cc/cpu/isa.h"
 
 namespace jax_fmha {
@@ -77,7 +78,7 @@ struct PanelBlock {
   RowSet k_rows;  // as stored; for tables that do not stage
   RowSet v_rows;
   const T* k;  // staged [keys / strip][head_dim][strip]
-  const T* v;  // staged [keys][v_stride]
+  const T* v;  // staged [head_dim_v / strip][keys][strip], strips v_stride apart
   int64_t v_stride;
   const T* bias;                   // [keys][kPanel], times log2(e), or null
   const LaneInt<T>* mask;          // [keys][kPanel] all bits set to keep, or null
@@ -86,8 +87,9 @@ struct PanelBlock {
       lowest;  // [kPanel] key positions that the column may attend, both ends included
   const LaneInt<T>* highest;
   bool has_soft_cap;
-  T soft_cap;  // times log2(e)
-  T* scores;   // scratch [keys][kPanel]
+  T soft_cap;            // times log2(e)
+  T* scores;             // scratch [keys][kPanel]
+  Ahead next_k, next_v;  // rows to fetch meanwhile, for the next block
 };
 
 enum class MaskKind { kNone, kSome, kAll };  // how much of a panel a mask keeps
@@ -95,7 +97,8 @@ enum class MaskKind { kNone, kSome, kAll };  // how much of a panel a mask keeps
 template <typename T>
 struct ForwardTile {
   int panel;  // kPanel: columns of a full panel
-  int strip;  // keys that are staged side by side; a panel's keys begin at a multiple
+  int strip;  // keys, or features of a value, that are staged side by side; a panel's keys begin at
+              // a multiple
 
   // Query columns to panels, times `factor`. Column c is element (c % group) * head_dim of row c /
   // group.
@@ -104,9 +107,9 @@ struct ForwardTile {
   // Keys to T, in strips; may write a vector past the last. Null where attend reads rows as they
   // are stored.
   void (*stage_keys[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to);
-  // Rows to T, one after another; likewise.
-  void (*stage_rows[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to,
-                                   int64_t to_stride);
+  // Values to T, cut into strips as the blocks of the product are; likewise, in every strip.
+  void (*stage_values[kNumStorages])(const RowSet& rows, int64_t count, int64_t width, T* to,
+                                     int64_t to_stride);
   // bias * log2(e) as [keys][kPanel]; columns past the last are 0. `scratch` holds kLanes * keys
   // elements.
   void (*stage_bias[kNumStorages])(const ScoreOperand& bias, T* scratch, T* to);
