@@ -191,7 +191,10 @@ __global__ void ref_ds(Ref r) {  // block per (b, n, i): ds, delta, dq
         int64_t at = (((int64_t)b * r.T + i) * r.N + n) * r.Hv + d;
         delta += r.out[at] * getf(r.dout, r.dt, at);
       }
-    if (r.dlse && (any || (r.sinks && r.lse[blockIdx.x] != -INFINITY))) delta -= r.dlse[blockIdx.x];
+    // Rows past their length have no gradient; others without keys have that of their sink.
+    const bool is_row = !r.qlen || i < r.qlen[b];
+    if (r.dlse && is_row && (any || (r.sinks && r.lse[blockIdx.x] != -INFINITY)))
+      delta -= r.dlse[blockIdx.x];
     r.delta[blockIdx.x] = delta;
   }
   __syncthreads();
@@ -591,7 +594,7 @@ static int launch(Data& d, Pass pass, cudaStream_t stream, std::string* why) {
 }
 
 struct Err {
-  double rms = 0, max = 0;
+  double rms = 0, max = 0, error = 0, norm = 0;
   int64_t bad = 0;
   double top = 0;
   int64_t first = -1, mine = 0;
@@ -626,16 +629,34 @@ static Err compare(const void* dev, int dt, const double* refd, int64_t n) {
     e.max = std::max(e.max, std::fabs(a - b));
     e.top = std::max(e.top, std::fabs(b));
   }
-  e.rms = sr > 0 ? std::sqrt(se / sr) : std::sqrt(se);
+  e.error = std::sqrt(se);
+  e.norm = std::sqrt(sr);
+  e.rms = sr > 0 ? e.error / e.norm : e.error;
   return e;
+}
+
+// What the rounding of out to 16 bits leaves in the row sums <out, dout>, added up like noise: sums
+// of them in which the rest cancels show it.
+static double noise_of_row_sums(const Data& d) {
+  std::vector<double> out(d.no);
+  std::vector<char> dout(d.no * 2);
+  CK(cudaMemcpy(out.data(), d.r.out, d.no * 8, cudaMemcpyDeviceToHost));
+  CK(cudaMemcpy(dout.data(), d.r.dout, d.no * 2, cudaMemcpyDeviceToHost));
+  double sum = 0;
+  for (int64_t i = 0; i < d.no; ++i) {
+    const double x = out[i] * getf(dout.data(), d.c.dt, i);
+    if (!std::isnan(x)) sum += x * x;
+  }
+  return std::ldexp(std::sqrt(sum), d.c.dt == 0 ? -8 : -11);
 }
 
 static int failures = 0, passed = 0, refused = 0;
 static bool verbose = false;
 static bool with_backward = true;
-static void report(const Case& c, const char* what, const Err& e, double bound, std::string& line) {
+static void report(const Case& c, const char* what, const Err& e, double bound, std::string& line,
+                   double noise = 0) {
   char t[160];
-  bool ok = e.bad == 0 && e.rms <= bound;
+  bool ok = e.bad == 0 && (e.rms <= bound || e.error <= bound * e.norm + noise);
   snprintf(t, sizeof t, " %s rms %.1e max %.1e bad %lld%s", what, e.rms, e.max, (long long)e.bad,
            ok ? "" : " FAIL");
   line += t;
@@ -709,15 +730,16 @@ static void check(const Case& c, uint32_t seed) {
       if (c.S) ref_dkv<<<c.B * c.K * c.S, 128>>>(d.r);
       CK(cudaDeviceSynchronize());
       const double be = (c.cap > 0 ? 2 : 1) * (c.dt == 0 ? 8e-3 : 2e-3);
-      report(c, "dq", compare(d.dq, c.dt, d.r.dq, d.nq), c.name == "far lse" ? 0.1 : be, line);
-      report(c, "dk", compare(d.dk, c.dt, d.r.dk, (int64_t)c.B * c.S * c.K * c.H), be, line);
+      // Where lse is in the thousands, its rounding alone is that large.
+      const double far = c.name == "far lse" ? 0.1 : be;
+      report(c, "dq", compare(d.dq, c.dt, d.r.dq, d.nq), far, line);
+      report(c, "dk", compare(d.dk, c.dt, d.r.dk, (int64_t)c.B * c.S * c.K * c.H), far, line);
       report(c, "dv", compare(d.dv, c.dt, d.r.dv, d.nv), be, line);
       if (d.dbias) {
         ref_dbias<<<c.B * c.N * c.T, 128>>>(d.r);
         CK(cudaDeviceSynchronize());
-        // Sums that cancel carry the rounding of out per row.
-        report(c, "dbias", compare(d.dbias, c.bias_dt, d.r.dsbias, d.nbias),
-               (c.bias & 6) == 6 ? be : 0.1, line);
+        report(c, "dbias", compare(d.dbias, c.bias_dt, d.r.dsbias, d.nbias), be, line,
+               noise_of_row_sums(d));
       }
       if (c.seg && line.find("FAIL") != std::string::npos) {
         int n[3];
@@ -737,7 +759,7 @@ static void check(const Case& c, uint32_t seed) {
           if (lse[i] != -INFINITY) want[n] -= std::exp(sink[n] - lse[i]) * delta[i];
         }
         double* w = upload(d.a, want);
-        report(c, "dsinks", compare(d.dsinks, 2, w, c.N), 4e-2, line);
+        report(c, "dsinks", compare(d.dsinks, 2, w, c.N), be, line, noise_of_row_sums(d));
       }
     }
   }
