@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "cc/gpu/pipeline.cuh"
+
 namespace jax_fmha::gpu {
 
 // w[j] of quad lane t becomes w[t] of quad lane j.
@@ -56,5 +58,50 @@ __device__ __forceinline__ void StoreRows(const float (&x)[kRegs], Element* cons
     }
   }
 }
+
+// Shared memory of one warp, by way of which its 16 accumulator rows go to global memory: whole
+// rows at a time, and without exchanges between lanes. A row's end is padded, so that the same
+// columns of rows lie in different banks.
+template <typename Element, int kColumns>
+struct RowStage {
+  static constexpr int kPitch = kColumns + 8;
+  alignas(16) Element data[16 * kPitch];
+
+  // The first `num_rows` rows (all, if there are more) go `stride` elements apart; columns from
+  // `num_columns` on are dropped (a multiple of 8).
+  __device__ __forceinline__ void Store(const float (&x)[kColumns / 2], Element* first,
+                                        int64_t stride, int num_rows, int num_columns) {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // of what was stored before, everything has been read
+    // A matrix is 8 columns of rows 8 r to 8 r + 7; lanes 8 m to 8 m + 7 say where the rows of
+    // matrix m go.
+    const uint32_t to = SmemAddress(data + lane % 16 * kPitch + lane / 16 * 8);
+#pragma unroll
+    for (int g = 0; g < kColumns / 16; ++g) {
+      uint32_t w[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        cutlass::Array<Element, 2> pair;
+        pair[0] = static_cast<Element>(x[g * 8 + m * 2]);
+        pair[1] = static_cast<Element>(x[g * 8 + m * 2 + 1]);
+        w[m] = reinterpret_cast<const uint32_t&>(pair);
+      }
+      asm volatile(
+          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + g * 32),
+          "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+          : "memory");
+    }
+    __syncwarp();
+    constexpr int kChunks = kColumns / 8;  // of a row, 16 bytes each
+#pragma unroll
+    for (int i = 0; i < kChunks / 2; ++i) {
+      const int at = i * 32 + lane, row = at / kChunks, column = at % kChunks * 8;
+      if (row < num_rows && column < num_columns) {
+        *reinterpret_cast<uint4*>(first + row * stride + column) =
+            *reinterpret_cast<const uint4*>(data + row * kPitch + column);
+      }
+    }
+  }
+};
 
 }  // namespace jax_fmha::gpu

@@ -72,10 +72,18 @@ struct ForwardKernel {
     int is_masked;  // by a mask, here and there
   };
 
+  // Output rows leave by way of shared memory where there is room for them.
+  using OutStage = gpu::RowStage<Element, kHeadDimV>;
+  static constexpr int kTileBytes =
+      2 * (kBlockQ * kHeadDim + kStages * kBlockKv * (kHeadDim + kHeadDimV));
+  static constexpr bool kStagesOut =
+      kTileBytes + 4 * kConsumers * static_cast<int>(sizeof(OutStage)) <= 225 * 1024;
+
   struct alignas(1024) SharedStorage {
     alignas(1024) Element q[kBlockQ * kHeadDim];
     alignas(1024) Element k[kStages][kBlockKv * kHeadDim];
     alignas(1024) Element v[kStages][kBlockKv * kHeadDimV];
+    alignas(16) char out[kStagesOut ? 4 * kConsumers * sizeof(OutStage) : 16];  // of each warp
     gpu::Barrier q_full[kConsumers], q_empty[kConsumers];
     gpu::Ring<kStages> k_ring, v_ring;
     KeyTile key_tiles[kStages];  // kHasElements: of the slots of k_ring
@@ -186,9 +194,14 @@ struct ForwardKernel {
 
   static constexpr int kScoreRegs = kBlockKv / 2, kOutRegs = kHeadDimV / 2;
 
-  struct Rows {  // of this thread
-    int index[2];
+  struct Span {  // of keys
+    int begin, end;
+  };
+
+  struct Rows {  // of this thread: `first`, and 8 further on
+    int first;
     int2 interval[2];
+    __device__ int index(int r) const { return first + 8 * r; }
   };
 
   // Rows and keys beyond the operand repeat its last: their scores are masked or their rows not
@@ -200,7 +213,7 @@ struct ForwardKernel {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const T* bias = static_cast<const T*>(sp.bias.data) + rules.bias_at +
-                      min(rows.index[r], sp.seqlen_q - 1) * sp.bias_strides.row;
+                      min(rows.index(r), sp.seqlen_q - 1) * sp.bias_strides.row;
 #pragma unroll
       for (int i = 0; i < kScoreRegs / 4; ++i) {
 #pragma unroll
@@ -218,7 +231,7 @@ struct ForwardKernel {
                                                    const Rows& rows, int first_col,
                                                    float (&s)[kScoreRegs]) {
     const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, false);
-    const int row[2] = {min(rows.index[0], sp.seqlen_q - 1), min(rows.index[1], sp.seqlen_q - 1)};
+    const int row[2] = {min(rows.index(0), sp.seqlen_q - 1), min(rows.index(1), sp.seqlen_q - 1)};
     // Two bits of each row, for keys j and j + 1 where j is even.
     auto select = [&](auto pair) {
       constexpr int kWords = (kScoreRegs + 31) / 32;
@@ -258,9 +271,10 @@ struct ForwardKernel {
   // Scores of one key tile: scale, bias and soft cap where they cannot be folded into the exponent,
   // then masks.
   static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      float scale, float cap, bool is_transformed,
-                                                      const Rows& rows, int kv_first,
-                                                      bool is_masked, float (&s)[kScoreRegs]) {
+                                                      const Span& full, float scale, float cap,
+                                                      bool is_transformed, const Rows& rows,
+                                                      int kv_first, bool is_masked,
+                                                      float (&s)[kScoreRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const int col = 2 * (threadIdx.x % 4);
     if (is_transformed) {
@@ -282,7 +296,7 @@ struct ForwardKernel {
         for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end || is_masked) {
+    if (kv_first < full.begin || kv_first + kBlockKv > full.end || is_masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int lo = rows.interval[r].x - kv_first - col;
@@ -311,7 +325,7 @@ struct ForwardKernel {
 #pragma unroll 1
             for (int bit = 0; bit < 32; ++bit) {
               const int i = word * 32 + bit;
-              const int row = min(i & 2 ? rows.index[1] : rows.index[0], sp.seqlen_q - 1);
+              const int row = min(i & 2 ? rows.index(1) : rows.index(0), sp.seqlen_q - 1);
               const int j = min(kv_first + i / 4 * 8 + col + i % 2, sp.seqlen_kv - 1);
               keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
                                                                : gpu::KeepSegment(rules, row, j))
@@ -337,8 +351,10 @@ struct ForwardKernel {
     Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), LayoutVt{});
     MmaQK mma_qk;
     MmaPV mma_pv;
-    auto thread_qk = mma_qk.get_slice(thread);
-    auto thread_pv = mma_pv.get_slice(thread);
+    // Descriptors are those of the whole warpgroup: of a thread that the compiler knows to be the
+    // same in all of it, they stay in uniform registers.
+    auto thread_qk = mma_qk.get_slice(group * 128);
+    auto thread_pv = mma_pv.get_slice(group * 128);
     Tensor tSrQ = thread_qk.partition_fragment_A(sQ);
     Tensor tSrK = thread_qk.partition_fragment_B(sK);
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);
@@ -391,12 +407,14 @@ struct ForwardKernel {
       const float unit = is_transformed ? 1.f : scale;  // logits per score
       const float factor = unit * gpu::kLog2e;
       Rows rows;
+      rows.first = info.q_first + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        rows.index[r] =
-            info.q_first + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4 + 8 * r;
-        rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, rows.index[r]);
+        rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, rows.index(r));
       }
+      // In registers, and in those of the whole warp: the loop has none to spare.
+      const Span full = {__shfl_sync(0xffffffff, info.full_begin, 0),
+                         __shfl_sync(0xffffffff, info.full_end, 0)};
       gpu::RowStats stats;
       float rescale[2];
       if (info.num_kv_tiles > 0) {
@@ -419,7 +437,7 @@ struct ForwardKernel {
         warpgroup_fence_operand(tSrS);
         release(&smem.k_ring.empty[k_state.stage]);
         k_state.Next();
-        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
+        FinishScores(p, info, full, scale, cap, is_transformed, rows, kv_first, is_masked, s);
         gpu::OnlineSoftmax(s, factor, stats, rescale);
         convert();
         bool accumulates = false;
@@ -439,7 +457,7 @@ struct ForwardKernel {
           warpgroup_fence_operand(tSrS);
           release(&smem.k_ring.empty[k_state.stage]);
           k_state.Next();
-          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
+          FinishScores(p, info, full, scale, cap, is_transformed, rows, kv_first, is_masked, s);
           gpu::OnlineSoftmax(s, factor, stats, rescale);
           // ptxas would move the wait in front of the softmax, which is to run under the value
           // product: a branch that needs the sums holds it back. They are never negative.
@@ -471,7 +489,8 @@ struct ForwardKernel {
 #pragma unroll
         for (int i = 0; i < kOutRegs; ++i) o[i] = 0.f;
       }
-      Finish(p, info, rows, stats, unit, o);
+      Finish(p, info, rows, stats, unit,
+             reinterpret_cast<OutStage*>(smem.out)[kStagesOut ? thread / 32 : 0], o);
     }
   }
 
@@ -482,7 +501,7 @@ struct ForwardKernel {
   // -inf or its sink.
   static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
                                                 const Rows& rows, gpu::RowStats& stats, float unit,
-                                                float (&o)[kOutRegs]) {
+                                                OutStage& stage, float (&o)[kOutRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const int lane = threadIdx.x % 32;
     float norm[2];
@@ -491,10 +510,10 @@ struct ForwardKernel {
     for (int r = 0; r < 2; ++r) {
       float sum = gpu::QuadSum(stats.sum[r]), top = __fmul_rn(stats.max[r], unit);
       norm[r] = gpu::CloseRow(sp, info, sum, top);
-      if (lane % 4 == 0 && rows.index[r] < sp.seqlen_q) {
+      if (lane % 4 == 0 && rows.index(r) < sp.seqlen_q) {
         const int64_t row =
             (static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head) * sp.seqlen_q;
-        p.lse[row + rows.index[r]] = gpu::LseOf(sum, top);
+        p.lse[row + rows.index(r)] = gpu::LseOf(sum, top);
       }
     }
 #pragma unroll
@@ -504,20 +523,28 @@ struct ForwardKernel {
       if constexpr (kHasSegments) is_nan |= o[i] != o[i];
     }
     if constexpr (kHasSegments) {
-      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0) {
-        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.head, rows.index[0]};
+      // Warps beyond the last row list nothing: the list has room for strips of rows.
+      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 &&
+          rows.index(0) < sp.seqlen_q) {
+        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.head, rows.index(0)};
       }
     }
-    Element* rows_to[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    auto row_at = [&](int i) {
       const int64_t row =
-          (static_cast<int64_t>(info.batch) * sp.seqlen_q + rows.index[r]) * sp.num_q_heads +
-          info.head;
-      rows_to[r] = rows.index[r] < sp.seqlen_q ? static_cast<Element*>(p.out) + row * sp.head_dim_v
-                                               : nullptr;
+          (static_cast<int64_t>(info.batch) * sp.seqlen_q + i) * sp.num_q_heads + info.head;
+      return static_cast<Element*>(p.out) + row * sp.head_dim_v;
+    };
+    if constexpr (kStagesOut) {
+      const int first = rows.first - lane / 4;
+      stage.Store(o, row_at(first), static_cast<int64_t>(sp.num_q_heads) * sp.head_dim_v,
+                  sp.seqlen_q - first, sp.head_dim_v);
+    } else {
+      Element* rows_to[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        rows_to[r] = rows.index(r) < sp.seqlen_q ? row_at(rows.index(r)) : nullptr;
+      gpu::StoreRows<Element>(o, rows_to, sp.head_dim_v);
     }
-    gpu::StoreRows<Element>(o, rows_to, sp.head_dim_v);
   }
 };
 
