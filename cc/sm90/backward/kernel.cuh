@@ -19,9 +19,18 @@
 #include "cc/gpu/store.cuh"
 #include "cc/sm90/backward/config.h"
 
+// Under measurement: bits switch what is described in VARIANTS.
+#ifndef BWD_VARIANT
+#define BWD_VARIANT 0x0f
+#endif
+
 namespace jax_fmha::sm90 {
 
 using namespace cute;
+
+inline constexpr bool kStatsFirst = BWD_VARIANT & 1, kUniformGroup = BWD_VARIANT & 2,
+                      kLateDk = BWD_VARIANT & 4, kDescribesAhead = BWD_VARIANT & 8,
+                      kLateDq = BWD_VARIANT & 16;
 
 struct BackwardParams {
   gpu::ScoreParams score;
@@ -139,6 +148,13 @@ struct BackwardKernel {
     int flags, head, m;
   };
 
+  // The producer describes a tile while the consumers are at the one before, and some of them still
+  // at the end of the one before that.
+  static constexpr int kInfoSlots = kDescribesAhead ? 3 : 2;
+  static __device__ __forceinline__ int NextSlot(int slot) {
+    return slot == kInfoSlots - 1 ? 0 : slot + 1;
+  }
+
   struct alignas(1024) SharedStorage {
     alignas(1024) Element k[kBlockKv * kHeadDim];
     alignas(1024) Element v[kBlockKv * kHeadDimV];
@@ -154,7 +170,7 @@ struct BackwardKernel {
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
-    TileInfo info[2];
+    TileInfo info[kInfoSlots];
   };
 
   static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
@@ -268,11 +284,16 @@ struct BackwardKernel {
     int kv_phase = 1, slot = 0;
     int tile = blockIdx.x;
     while (tile < p.num_tiles) {
-      gpu::Wait(&smem.kv_empty, kv_phase);
+      if constexpr (kDescribesAhead) {
+        smem.info[slot] = DescribeTile(p, tile);
+        gpu::Wait(&smem.kv_empty, kv_phase);
+      } else {
+        gpu::Wait(&smem.kv_empty, kv_phase);
+        smem.info[slot] = DescribeTile(p, tile);
+      }
       kv_phase ^= 1;
-      smem.info[slot] = DescribeTile(p, tile);
       const TileInfo& info = smem.info[slot];
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.num_steps == 0) {
         gpu::Arrive(&smem.kv_full);
         tile = gridDim.x + atomicAdd(p.next_tile, 1);
@@ -346,13 +367,13 @@ struct BackwardKernel {
   static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
 
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
-  // whose other is i + 2. The values lie in the order of RowSlot.
+  // whose other is i + 2. The values lie in the order of RowSlot; those of this thread start at
+  // values + OwnRows().
   template <class F>
   static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
     for (int block = 0; block < kGroupQ / 32; ++block) {
-      const float4* from =
-          reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
+      const float4* from = reinterpret_cast<const float4*>(values + block * 32);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 x = from[half];
@@ -364,6 +385,8 @@ struct BackwardKernel {
       }
     }
   }
+
+  static __device__ __forceinline__ int OwnRows(int thread) { return thread % 4 * 8; }
 
   // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
   struct Scores {
@@ -408,7 +431,7 @@ struct BackwardKernel {
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
     const float unit = x.is_transformed ? 1.f : x.scale;
-    ForRows(lse2, [&](int i, float base) {
+    ForRows(lse2, [&](int i, float base) {  // of OwnRows
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
       const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
@@ -582,23 +605,29 @@ struct BackwardKernel {
     }
   }
 
-  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
-  static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
+  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled; `at` is where this
+  // thread's row of the first two 8 x 8 matrices lies.
+  static __device__ __forceinline__ void StoreTransposed(Element* to, uint32_t at,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
-    const int row = lane % 16;
-    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
+    const uint32_t first = gpu::SmemAddress(to) + at;
 #pragma unroll
     for (int g = 0; g < kGroupQ / 8; g += 2) {
-      const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
-      const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
-                               ((chunk % 8) ^ (row % 8)) * 16;
+      // Tiles are aligned to the swizzle, so that its chunks of 8 queries count by exclusive or.
+      const uint32_t address = (first ^ (g % 8 * 16)) + g / 8 * kBlockKv * 128;
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
           "r"(x[g * 2]), "r"(x[g * 2 + 1]), "r"(x[g * 2 + 2]), "r"(x[g * 2 + 3])
           : "memory");
     }
+  }
+
+  // Of the warp's 16 keys, the first 8 lanes address rows 0-7, the next 8 rows 8-15, and the upper
+  // half warp the next 8 queries.
+  static __device__ __forceinline__ uint32_t TransposedAt(int group, int thread) {
+    const int lane = thread % 32, row = lane % 16;
+    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + thread / 32 * 16 + row;
+    const int chunk = lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);
+    return key * 128 + (chunk ^ (row % 8)) * 16;
   }
 
   // Addition of dq
@@ -672,7 +701,7 @@ struct BackwardKernel {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
       int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
@@ -733,9 +762,15 @@ struct BackwardKernel {
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
     const gpu::ScoreParams& sp = p.score;
-    const int thread = threadIdx.x - 128;
-    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
-    const int lane = threadIdx.x % 32;
+    // Read once, not wherever it is needed: a special register takes its time.
+    int thread = threadIdx.x - 128;
+    if constexpr (kUniformGroup) asm volatile("" : "+r"(thread));
+    // A reduction leaves its result in a uniform register, where descriptors are wanted.
+    const int group = kUniformGroup ? __reduce_max_sync(0xffffffff, thread / 128)
+                                    : __shfl_sync(0xffffffff, thread / 128, 0);
+    const int lane = thread % 32;
+    const int own_rows = OwnRows(thread);
+    const uint32_t transposed_at = TransposedAt(group, thread % 128);
 
     Tensor sK = make_tensor(make_smem_ptr(smem.k), LayoutK{});
     Tensor sV = make_tensor(make_smem_ptr(smem.v), LayoutV{});
@@ -788,13 +823,19 @@ struct BackwardKernel {
       if (lane == 0) gpu::Arrive(bar);
     };
 
+    // dq of a step, left in shared memory, is for the thread that adds.
+    auto pass_dq = [&] {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      release(&smem.dq_ring.full[group]);
+    };
+
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.is_last) break;
       Scores x;
       x.scale = gpu::ScaleOf(sp, info.batch);
@@ -815,24 +856,49 @@ struct BackwardKernel {
 
       // The query tiles of one head after those of another.
       const int num_steps = info.num_steps;
+      int last_stage = 0;
       for (int step = 0; step < num_steps; ++step) {
         const int stage = state.stage;
         const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
+        const float *lse2_rows = smem.lse2[stage] + q_offset + own_rows,
+                    *delta_rows = smem.delta[stage] + q_offset + own_rows;
+        float lse2[kScoreRegs / 2];
         gpu::Wait(&smem.q_ring.full[stage], state.phase);
-        // dP^T starts from -delta, so that nothing is left to subtract.
-        ForRows(smem.delta[stage] + q_offset, [&](int i, float delta) {
-          dp[i] = -delta;
-          dp[i + 2] = -delta;
-        });
+        const auto [flags, head, m] = smem.steps[stage];
+        if constexpr (kStatsFirst) {
+          // Loads and barriers queue behind products: none but the least may come between these
+          // two.
+          if constexpr (!kLateDk) {
+            ForRows(lse2_rows, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+          }
+          gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        } else {
+          // dP^T starts from -delta, so that nothing is left to subtract.
+          ForRows(delta_rows, [&](int i, float delta) {
+            dp[i] = -delta;
+            dp[i + 2] = -delta;
+          });
+        }
         warpgroup_fence_operand(tS);
         warpgroup_fence_operand(tDp);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        const auto [flags, head, m] = smem.steps[stage];
-        float lse2[kScoreRegs / 2];
-        ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
-        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
-        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, true);
+        if constexpr (kLateDk) {
+          warpgroup_wait<1>();  // dk of the step before, whose operand's registers are wanted
+          warpgroup_fence_operand(tDk);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+          if (step > 0) release(&smem.q_ring.empty[last_stage]);
+          last_stage = stage;
+        }
+        if constexpr (!kStatsFirst || kLateDk) {
+          ForRows(lse2_rows, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        }
+        if constexpr (!kStatsFirst) gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        if constexpr (kLateDk) warpgroup_arrive();
+        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, !kStatsFirst);
+        if constexpr (kLateDq && kAddsInBulk) {
+          if (step > 0) pass_dq();
+        }
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
         if (x.is_transformed) {
@@ -843,8 +909,7 @@ struct BackwardKernel {
                      x.kv, s);
         }
         if (flags & kHasLarge) {
-          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
-                            s);
+          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, lse2_rows, s);
         } else {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) {
@@ -853,6 +918,10 @@ struct BackwardKernel {
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
+        float delta[kScoreRegs / 2];
+        if constexpr (kStatsFirst) {
+          ForRows(delta_rows, [&](int i, float x) { delta[i / 4 * 2 + i % 2] = x; });
+        }
         auto add_dv = [&] {
           auto p_operand = operand(mma_dv, tP, sPt, stage);
           if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
@@ -870,12 +939,14 @@ struct BackwardKernel {
         }
         warpgroup_fence_operand(tDp);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) dp[i] *= s[i];
+        for (int i = 0; i < kScoreRegs; ++i) {
+          dp[i] = s[i] * (kStatsFirst ? dp[i] - delta[i / 4 * 2 + i % 2] : dp[i]);
+        }
         if (x.cap > 0.f) {
           // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
           // probability.
           const float inverse = gpu::kLn2 / x.cap;
-          ForRows(smem.lse2[stage] + q_offset, [&](int i, float lse2) {
+          ForRows(lse2_rows, [&](int i, float lse2) {
 #pragma unroll
             for (int r = 0; r < 4; r += 2) {
               const float t = (__log2f(s[i + r]) + lse2) * inverse;
@@ -894,13 +965,13 @@ struct BackwardKernel {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
           if constexpr (kSplitsColumns) {
-            StoreTransposed(smem.p[stage], group,
+            StoreTransposed(smem.p[stage], transposed_at,
                             *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tP(0)));
           }
         }
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
-        StoreTransposed(smem.ds[stage], group,
+        StoreTransposed(smem.ds[stage], transposed_at,
                         *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
         if constexpr (!kEarlyDv && !kSplitsColumns) add_dv();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -921,23 +992,32 @@ struct BackwardKernel {
         release(&smem.dout_ring.empty[stage]);
         if constexpr (kAddsInBulk) {
           gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
-          float* to = smem.dq[group] + threadIdx.x % 128 * 4;
+          float* to = smem.dq[group] + thread % 128 * 4;
 #pragma unroll
           for (int i = 0; i < size(tDq) / 4; ++i) {
             *reinterpret_cast<float4*>(to + i * 512) =
                 make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
           }
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          release(&smem.dq_ring.full[group]);
+          if constexpr (!kLateDq) pass_dq();
           dq_phase ^= 1;
         } else {
           AddRegisters(DqPart(p, info, head, m, group), group, tDq);
         }
+        if constexpr (!kLateDk) {
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(tDk);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+          release(&smem.q_ring.empty[stage]);
+        }
+        state.Next();
+      }
+      if constexpr (kLateDk) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
-        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
-        release(&smem.q_ring.empty[stage]);
-        state.Next();
+      }
+      if (num_steps > 0) {
+        if constexpr (kLateDq && kAddsInBulk) pass_dq();
+        if constexpr (kLateDk) release(&smem.q_ring.empty[last_stage]);
       }
       release(&smem.kv_empty);
       Finish(p, info, group, x, dk, dv);
