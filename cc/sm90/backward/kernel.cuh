@@ -21,7 +21,7 @@
 
 // Under measurement: bits switch what is described in VARIANTS.
 #ifndef BWD_VARIANT
-#define BWD_VARIANT 0x0f
+#define BWD_VARIANT 0x2f
 #endif
 
 namespace jax_fmha::sm90 {
