@@ -21,7 +21,7 @@
 
 // Under measurement: bits switch what is described in VARIANTS.
 #ifndef BWD_VARIANT
-#define BWD_VARIANT 0x2f
+#define BWD_VARIANT 0xef
 #endif
 
 namespace jax_fmha::sm90 {
@@ -30,7 +30,8 @@ using namespace cute;
 
 inline constexpr bool kStatsFirst = BWD_VARIANT & 1, kUniformGroup = BWD_VARIANT & 2,
                       kLateDk = BWD_VARIANT & 4, kDescribesAhead = BWD_VARIANT & 8,
-                      kLateDq = BWD_VARIANT & 16;
+                      kLateDq = BWD_VARIANT & 16, kPlainApart = BWD_VARIANT & 64,
+                      kSplitsStats = BWD_VARIANT & 128;
 
 struct BackwardParams {
   gpu::ScoreParams score;
@@ -369,10 +370,10 @@ struct BackwardKernel {
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
   // whose other is i + 2. The values lie in the order of RowSlot; those of this thread start at
   // values + OwnRows().
-  template <class F>
+  template <int kFirst = 0, int kEnd = kGroupQ, class F>
   static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
-    for (int block = 0; block < kGroupQ / 32; ++block) {
+    for (int block = kFirst / 32; block < kEnd / 32; ++block) {
       const float4* from = reinterpret_cast<const float4*>(values + block * 32);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -863,13 +864,16 @@ struct BackwardKernel {
         const float *lse2_rows = smem.lse2[stage] + q_offset + own_rows,
                     *delta_rows = smem.delta[stage] + q_offset + own_rows;
         float lse2[kScoreRegs / 2];
+        auto set_lse2 = [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; };
+        // Of 128 queries, lse2 of the second half waits until the first half's is used.
+        constexpr int kEarlyRows = kSplitsStats && kGroupQ == 128 ? 64 : kGroupQ;
         gpu::Wait(&smem.q_ring.full[stage], state.phase);
         const auto [flags, head, m] = smem.steps[stage];
         if constexpr (kStatsFirst) {
           // Loads and barriers queue behind products: none but the least may come between these
           // two.
           if constexpr (!kLateDk) {
-            ForRows(lse2_rows, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+            ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
           }
           gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         } else {
@@ -891,7 +895,7 @@ struct BackwardKernel {
           last_stage = stage;
         }
         if constexpr (!kStatsFirst || kLateDk) {
-          ForRows(lse2_rows, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+          ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
         }
         if constexpr (!kStatsFirst) gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         if constexpr (kLateDk) warpgroup_arrive();
@@ -901,19 +905,30 @@ struct BackwardKernel {
         }
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
-        if (x.is_transformed) {
-          TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
-        }
-        if (!(flags & kIsFull)) {
-          MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
-                     x.kv, s);
-        }
-        if (flags & kHasLarge) {
-          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, lse2_rows, s);
-        } else {
+        ForRows<kEarlyRows>(lse2_rows, set_lse2);
+        auto exponentiate = [&] {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) {
             s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+          }
+        };
+        // Most steps need nothing but products and exponentials: two branches lead them past all
+        // else, instead of one for each.
+        const bool is_plain = kPlainApart && flags == kIsFull && !x.is_transformed;
+        if (is_plain) {
+          exponentiate();
+        } else {
+          if (x.is_transformed) {
+            TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
+          }
+          if (!(flags & kIsFull)) {
+            MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
+                       x.kv, s);
+          }
+          if (flags & kHasLarge) {
+            ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, lse2_rows, s);
+          } else {
+            exponentiate();
           }
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
@@ -942,21 +957,23 @@ struct BackwardKernel {
         for (int i = 0; i < kScoreRegs; ++i) {
           dp[i] = s[i] * (kStatsFirst ? dp[i] - delta[i / 4 * 2 + i % 2] : dp[i]);
         }
-        if (x.cap > 0.f) {
-          // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
-          // probability.
-          const float inverse = gpu::kLn2 / x.cap;
-          ForRows(lse2_rows, [&](int i, float lse2) {
+        if (!is_plain) {
+          if (x.cap > 0.f) {
+            // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+            // probability.
+            const float inverse = gpu::kLn2 / x.cap;
+            ForRows(lse2_rows, [&](int i, float lse2) {
 #pragma unroll
-            for (int r = 0; r < 4; r += 2) {
-              const float t = (__log2f(s[i + r]) + lse2) * inverse;
-              dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
-            }
-          });
-        }
-        if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
+              for (int r = 0; r < 4; r += 2) {
+                const float t = (__log2f(s[i + r]) + lse2) * inverse;
+                dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
+              }
+            });
+          }
+          if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
 #pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+            for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+          }
         }
         if constexpr (kHasElements) {
           if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
