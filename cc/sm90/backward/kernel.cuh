@@ -241,6 +241,11 @@ struct BackwardKernel {
     return gpu::LineOf(s.mask_plan, info.batch, head, info.kv_first / kBlockKv);
   }
 
+  // Whether query tiles go last to first; see "Addition of dq".
+  static __device__ __forceinline__ bool Descends(const BackwardParams& p) {
+    return p.turns != nullptr || (BWD_VARIANT & 256);
+  }
+
   // Producer
   // ----------------------------------------------------------------------------------------------------------
 
@@ -315,8 +320,13 @@ struct BackwardKernel {
         const int head = info.kv_head * s.group_size + g;
         const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
         const gpu::TileWord* line = LineOf(s, info, head);
-        auto next_seen = [&](int m) { return gpu::FirstSeen(line, m, info.q_end); };
-        for (int m = next_seen(info.q_begin); m < info.q_end; m = next_seen(m + 1)) {
+        const bool descends = Descends(p);
+        auto next = [&](int m) {
+          return descends ? gpu::LastSeen(line, info.q_begin, m - 1)
+                          : gpu::FirstSeen(line, m + 1, info.q_end);
+        };
+        for (int m = next(descends ? info.q_end : info.q_begin - 1);
+             m >= info.q_begin && m < info.q_end; m = next(m)) {
           const int first = m * kBlockQ;
           const int valid = min(kBlockQ, info.limits.q_length - first);
           const int flags = StepFlags(s, info, gpu::IsPartial(line, m), first);
@@ -638,7 +648,9 @@ struct BackwardKernel {
   // key tiles take turns in their order at each query tile, so that every run adds in the same
   // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
   // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
-  // or done.
+  // or done. With turns, query tiles go last to first: causal key tiles all begin at the same one
+  // and follow each other at a distance of one turn, while first to last each would have to wait at
+  // its diagonal until those before it have come so far.
 
   static constexpr int kDqFloats = kBlockQ * kHeadDim / kConsumers;  // of a warpgroup
 
@@ -692,10 +704,10 @@ struct BackwardKernel {
     }
   }
 
-  // By a thread of its own, which goes through the tiles with the consumers: it has what they leave
-  // in shared memory added in bulk, and passes on turns at query tiles to which nothing is added.
-  // Where consumers add for themselves only the latter is left.
-  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p,
+  // By a thread for each warpgroup, which goes through the tiles with the consumers: it has what
+  // the warpgroup leaves in shared memory added in bulk, and passes on turns at query tiles to
+  // which nothing is added. Where consumers add for themselves only the latter is left.
+  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p, int group,
                                                          SharedStorage& smem) {
     int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
@@ -713,18 +725,17 @@ struct BackwardKernel {
       for (int g = 0; g < p.score.group_size; ++g) {
         const int head = info.kv_head * p.score.group_size + g;
         const gpu::TileWord* line = LineOf(p.score, info, head);
-        for (int m = takes.x; m < takes.y; ++m) {
+        for (int i = takes.x; i < takes.y; ++i) {
+          const int m = Descends(p) ? takes.x + takes.y - 1 - i : i;
           if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) {
             if constexpr (kAddsInBulk) {
-              AddBulk(p, info, head, m, dq_phase, smem);
+              AddBulk(DqPart(p, info, head, m, group), group, dq_phase, smem);
               dq_phase ^= 1;
             }
           } else if (p.turns != nullptr) {
-            for (int group = 0; group < kConsumers; ++group) {
-              const DqPart part(p, info, head, m, group);
-              part.Await();
-              part.Pass();
-            }
+            const DqPart part(p, info, head, m, group);
+            part.Await();
+            part.Pass();
           }
         }
       }
@@ -733,32 +744,27 @@ struct BackwardKernel {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 
-  // One step of every consumer warpgroup, from shared memory.
-  static __device__ __forceinline__ void AddBulk(const BackwardParams& p, const TileInfo& info,
-                                                 int head, int m, int phase, SharedStorage& smem) {
-    for (int group = 0; group < kConsumers; ++group) {
-      const DqPart part(p, info, head, m, group);
-      gpu::Wait(&smem.dq_ring.full[group], phase);
-      if (part.turn != nullptr) {
-        part.Await();
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-      }
-      asm volatile(
-          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-          "cp.async.bulk.commit_group;" ::"l"(part.to),
-          "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
-          : "memory");
-      if (part.turn != nullptr) {
-        // Complete, not merely read, before the next tile may add.
-        asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
-        __threadfence();
-        part.Pass();
-      }
+  // One step of a warpgroup, from shared memory.
+  static __device__ __forceinline__ void AddBulk(const DqPart& part, int group, int phase,
+                                                 SharedStorage& smem) {
+    gpu::Wait(&smem.dq_ring.full[group], phase);
+    if (part.turn != nullptr) {
+      part.Await();
+      asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-    gpu::Arrive(&smem.dq_ring.empty[0]);
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    gpu::Arrive(&smem.dq_ring.empty[1]);
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\n"
+        "cp.async.bulk.wait_group.read 0;" ::"l"(part.to),
+        "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
+        : "memory");
+    gpu::Arrive(&smem.dq_ring.empty[group]);
+    if (part.turn != nullptr) {
+      // Complete, not merely read, before the next tile may add.
+      asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
+      __threadfence();
+      part.Pass();
+    }
   }
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
@@ -1091,7 +1097,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
-    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + 1);
+    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + Kernel::kConsumers);
     for (int i = 0; i < Kernel::kConsumers; ++i) {
       gpu::InitBarrier(&smem.dq_ring.full[i], 4);
       gpu::InitBarrier(&smem.dq_ring.empty[i], 1);
@@ -1109,8 +1115,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
     if (threadIdx.x == 0) {
       Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
-    } else if (threadIdx.x == 32) {
-      Kernel::AddForConsumers(p, smem);
+    } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 32 * Kernel::kConsumers) {
+      Kernel::AddForConsumers(p, threadIdx.x / 32 - 1, smem);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
