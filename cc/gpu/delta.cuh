@@ -17,6 +17,10 @@ struct DeltaParams {
   float* lse2;   // [batch, N, padded_q]
   int padded_q;
   int* has_large;  // zeroed; set if some |lse2| exceeds kLargeBase
+  // Zeroed on the way, while rows are being read: num_zeros pieces, a block's share at a time.
+  uint4* zeros;
+  int64_t num_zeros;
+  int block_zeros;
 };
 
 inline constexpr int kDeltaRows = 64;
@@ -41,17 +45,30 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
                  EntryOf(p.out.batch, b) * s.seqlen_q * row_stride + head * s.head_dim_v + column;
   const T* dout = static_cast<const T*>(p.dout.data) +
                   EntryOf(p.dout.batch, b) * s.seqlen_q * row_stride + head * s.head_dim_v + column;
+  // All rows are asked for before the first is looked at.
+  constexpr int kRowsAtOnce = 256 / kLanes, kPasses = kDeltaRows / kRowsAtOnce;
+  uint4 out_pieces[kPasses] = {}, dout_pieces[kPasses] = {};
 #pragma unroll
-  for (int i = first + threadIdx.x / kLanes; i < first + kDeltaRows; i += 256 / kLanes) {
-    float sum = 0.f;
+  for (int n = 0; n < kPasses; ++n) {
+    const int i = first + n * kRowsAtOnce + threadIdx.x / kLanes;
     if (i < q_length && column < s.head_dim_v) {
-      const uint4 x = *reinterpret_cast<const uint4*>(out + i * row_stride);
-      const uint4 y = *reinterpret_cast<const uint4*>(dout + i * row_stride);
-      const T* a = reinterpret_cast<const T*>(&x);
-      const T* c = reinterpret_cast<const T*>(&y);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) sum += static_cast<float>(a[e]) * static_cast<float>(c[e]);
+      out_pieces[n] = *reinterpret_cast<const uint4*>(out + i * row_stride);
+      dout_pieces[n] = *reinterpret_cast<const uint4*>(dout + i * row_stride);
     }
+  }
+  const int64_t zeros_first = static_cast<int64_t>(blockIdx.x) * p.block_zeros;
+  const int64_t zeros_end = min(zeros_first + p.block_zeros, p.num_zeros);
+  for (int64_t at = zeros_first + threadIdx.x; at < zeros_end; at += 256) {
+    p.zeros[at] = make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll
+  for (int n = 0; n < kPasses; ++n) {
+    const int i = first + n * kRowsAtOnce + threadIdx.x / kLanes;
+    float sum = 0.f;
+    const T* a = reinterpret_cast<const T*>(&out_pieces[n]);
+    const T* c = reinterpret_cast<const T*>(&dout_pieces[n]);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum += static_cast<float>(a[e]) * static_cast<float>(c[e]);
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
     if (lane == 0) {

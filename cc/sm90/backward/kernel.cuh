@@ -19,9 +19,19 @@
 #include "cc/gpu/store.cuh"
 #include "cc/sm90/backward/config.h"
 
+// Under measurement: bits switch what is described in VARIANTS.
+#ifndef BWD_VARIANT
+#define BWD_VARIANT 0xef
+#endif
+
 namespace jax_fmha::sm90 {
 
 using namespace cute;
+
+inline constexpr bool kStatsFirst = BWD_VARIANT & 1, kUniformGroup = BWD_VARIANT & 2,
+                      kLateDk = BWD_VARIANT & 4, kDescribesAhead = BWD_VARIANT & 8,
+                      kLateDq = BWD_VARIANT & 16, kPlainApart = BWD_VARIANT & 64,
+                      kSplitsStats = BWD_VARIANT & 128;
 
 struct BackwardParams {
   gpu::ScoreParams score;
@@ -139,6 +149,13 @@ struct BackwardKernel {
     int flags, head, m;
   };
 
+  // The producer describes a tile while the consumers are at the one before, and some of them still
+  // at the end of the one before that.
+  static constexpr int kInfoSlots = kDescribesAhead ? 3 : 2;
+  static __device__ __forceinline__ int NextSlot(int slot) {
+    return slot == kInfoSlots - 1 ? 0 : slot + 1;
+  }
+
   struct alignas(1024) SharedStorage {
     alignas(1024) Element k[kBlockKv * kHeadDim];
     alignas(1024) Element v[kBlockKv * kHeadDimV];
@@ -154,7 +171,7 @@ struct BackwardKernel {
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
-    TileInfo info[2];
+    TileInfo info[kInfoSlots];
   };
 
   static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
@@ -224,6 +241,11 @@ struct BackwardKernel {
     return gpu::LineOf(s.mask_plan, info.batch, head, info.kv_first / kBlockKv);
   }
 
+  // Whether query tiles go last to first; see "Addition of dq".
+  static __device__ __forceinline__ bool Descends(const BackwardParams& p) {
+    return p.turns != nullptr || (BWD_VARIANT & 256);
+  }
+
   // Producer
   // ----------------------------------------------------------------------------------------------------------
 
@@ -268,11 +290,16 @@ struct BackwardKernel {
     int kv_phase = 1, slot = 0;
     int tile = blockIdx.x;
     while (tile < p.num_tiles) {
-      gpu::Wait(&smem.kv_empty, kv_phase);
+      if constexpr (kDescribesAhead) {
+        smem.info[slot] = DescribeTile(p, tile);
+        gpu::Wait(&smem.kv_empty, kv_phase);
+      } else {
+        gpu::Wait(&smem.kv_empty, kv_phase);
+        smem.info[slot] = DescribeTile(p, tile);
+      }
       kv_phase ^= 1;
-      smem.info[slot] = DescribeTile(p, tile);
       const TileInfo& info = smem.info[slot];
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.num_steps == 0) {
         gpu::Arrive(&smem.kv_full);
         tile = gridDim.x + atomicAdd(p.next_tile, 1);
@@ -293,8 +320,13 @@ struct BackwardKernel {
         const int head = info.kv_head * s.group_size + g;
         const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
         const gpu::TileWord* line = LineOf(s, info, head);
-        auto next_seen = [&](int m) { return gpu::FirstSeen(line, m, info.q_end); };
-        for (int m = next_seen(info.q_begin); m < info.q_end; m = next_seen(m + 1)) {
+        const bool descends = Descends(p);
+        auto next = [&](int m) {
+          return descends ? gpu::LastSeen(line, info.q_begin, m - 1)
+                          : gpu::FirstSeen(line, m + 1, info.q_end);
+        };
+        for (int m = next(descends ? info.q_end : info.q_begin - 1);
+             m >= info.q_begin && m < info.q_end; m = next(m)) {
           const int first = m * kBlockQ;
           const int valid = min(kBlockQ, info.limits.q_length - first);
           const int flags = StepFlags(s, info, gpu::IsPartial(line, m), first);
@@ -346,13 +378,13 @@ struct BackwardKernel {
   static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
 
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
-  // whose other is i + 2. The values lie in the order of RowSlot.
-  template <class F>
+  // whose other is i + 2. The values lie in the order of RowSlot; those of this thread start at
+  // values + OwnRows().
+  template <int kFirst = 0, int kEnd = kGroupQ, class F>
   static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
-    for (int block = 0; block < kGroupQ / 32; ++block) {
-      const float4* from =
-          reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
+    for (int block = kFirst / 32; block < kEnd / 32; ++block) {
+      const float4* from = reinterpret_cast<const float4*>(values + block * 32);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 x = from[half];
@@ -364,6 +396,8 @@ struct BackwardKernel {
       }
     }
   }
+
+  static __device__ __forceinline__ int OwnRows(int thread) { return thread % 4 * 8; }
 
   // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
   struct Scores {
@@ -408,7 +442,7 @@ struct BackwardKernel {
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
     const float unit = x.is_transformed ? 1.f : x.scale;
-    ForRows(lse2, [&](int i, float base) {
+    ForRows(lse2, [&](int i, float base) {  // of OwnRows
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
       const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
@@ -582,23 +616,29 @@ struct BackwardKernel {
     }
   }
 
-  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
-  static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
+  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled; `at` is where this
+  // thread's row of the first two 8 x 8 matrices lies.
+  static __device__ __forceinline__ void StoreTransposed(Element* to, uint32_t at,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
-    const int row = lane % 16;
-    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
+    const uint32_t first = gpu::SmemAddress(to) + at;
 #pragma unroll
     for (int g = 0; g < kGroupQ / 8; g += 2) {
-      const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
-      const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
-                               ((chunk % 8) ^ (row % 8)) * 16;
+      // Tiles are aligned to the swizzle, so that its chunks of 8 queries count by exclusive or.
+      const uint32_t address = (first ^ (g % 8 * 16)) + g / 8 * kBlockKv * 128;
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
           "r"(x[g * 2]), "r"(x[g * 2 + 1]), "r"(x[g * 2 + 2]), "r"(x[g * 2 + 3])
           : "memory");
     }
+  }
+
+  // Of the warp's 16 keys, the first 8 lanes address rows 0-7, the next 8 rows 8-15, and the upper
+  // half warp the next 8 queries.
+  static __device__ __forceinline__ uint32_t TransposedAt(int group, int thread) {
+    const int lane = thread % 32, row = lane % 16;
+    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + thread / 32 * 16 + row;
+    const int chunk = lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);
+    return key * 128 + (chunk ^ (row % 8)) * 16;
   }
 
   // Addition of dq
@@ -608,7 +648,9 @@ struct BackwardKernel {
   // key tiles take turns in their order at each query tile, so that every run adds in the same
   // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
   // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
-  // or done.
+  // or done. With turns, query tiles go last to first: causal key tiles all begin at the same one
+  // and follow each other at a distance of one turn, while first to last each would have to wait at
+  // its diagonal until those before it have come so far.
 
   static constexpr int kDqFloats = kBlockQ * kHeadDim / kConsumers;  // of a warpgroup
 
@@ -662,17 +704,17 @@ struct BackwardKernel {
     }
   }
 
-  // By a thread of its own, which goes through the tiles with the consumers: it has what they leave
-  // in shared memory added in bulk, and passes on turns at query tiles to which nothing is added.
-  // Where consumers add for themselves only the latter is left.
-  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p,
+  // By a thread for each warpgroup, which goes through the tiles with the consumers: it has what
+  // the warpgroup leaves in shared memory added in bulk, and passes on turns at query tiles to
+  // which nothing is added. Where consumers add for themselves only the latter is left.
+  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p, int group,
                                                          SharedStorage& smem) {
     int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
       int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
@@ -683,18 +725,17 @@ struct BackwardKernel {
       for (int g = 0; g < p.score.group_size; ++g) {
         const int head = info.kv_head * p.score.group_size + g;
         const gpu::TileWord* line = LineOf(p.score, info, head);
-        for (int m = takes.x; m < takes.y; ++m) {
+        for (int i = takes.x; i < takes.y; ++i) {
+          const int m = Descends(p) ? takes.x + takes.y - 1 - i : i;
           if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) {
             if constexpr (kAddsInBulk) {
-              AddBulk(p, info, head, m, dq_phase, smem);
+              AddBulk(DqPart(p, info, head, m, group), group, dq_phase, smem);
               dq_phase ^= 1;
             }
           } else if (p.turns != nullptr) {
-            for (int group = 0; group < kConsumers; ++group) {
-              const DqPart part(p, info, head, m, group);
-              part.Await();
-              part.Pass();
-            }
+            const DqPart part(p, info, head, m, group);
+            part.Await();
+            part.Pass();
           }
         }
       }
@@ -703,39 +744,40 @@ struct BackwardKernel {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 
-  // One step of every consumer warpgroup, from shared memory.
-  static __device__ __forceinline__ void AddBulk(const BackwardParams& p, const TileInfo& info,
-                                                 int head, int m, int phase, SharedStorage& smem) {
-    for (int group = 0; group < kConsumers; ++group) {
-      const DqPart part(p, info, head, m, group);
-      gpu::Wait(&smem.dq_ring.full[group], phase);
-      if (part.turn != nullptr) {
-        part.Await();
-        asm volatile("fence.proxy.async.global;" ::: "memory");
-      }
-      asm volatile(
-          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-          "cp.async.bulk.commit_group;" ::"l"(part.to),
-          "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
-          : "memory");
-      if (part.turn != nullptr) {
-        // Complete, not merely read, before the next tile may add.
-        asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
-        __threadfence();
-        part.Pass();
-      }
+  // One step of a warpgroup, from shared memory.
+  static __device__ __forceinline__ void AddBulk(const DqPart& part, int group, int phase,
+                                                 SharedStorage& smem) {
+    gpu::Wait(&smem.dq_ring.full[group], phase);
+    if (part.turn != nullptr) {
+      part.Await();
+      asm volatile("fence.proxy.async.global;" ::: "memory");
     }
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
-    gpu::Arrive(&smem.dq_ring.empty[0]);
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-    gpu::Arrive(&smem.dq_ring.empty[1]);
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+        "cp.async.bulk.commit_group;\n"
+        "cp.async.bulk.wait_group.read 0;" ::"l"(part.to),
+        "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
+        : "memory");
+    gpu::Arrive(&smem.dq_ring.empty[group]);
+    if (part.turn != nullptr) {
+      // Complete, not merely read, before the next tile may add.
+      asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
+      __threadfence();
+      part.Pass();
+    }
   }
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
     const gpu::ScoreParams& sp = p.score;
-    const int thread = threadIdx.x - 128;
-    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
-    const int lane = threadIdx.x % 32;
+    // Read once, not wherever it is needed: a special register takes its time.
+    int thread = threadIdx.x - 128;
+    if constexpr (kUniformGroup) asm volatile("" : "+r"(thread));
+    // A reduction leaves its result in a uniform register, where descriptors are wanted.
+    const int group = kUniformGroup ? __reduce_max_sync(0xffffffff, thread / 128)
+                                    : __shfl_sync(0xffffffff, thread / 128, 0);
+    const int lane = thread % 32;
+    const int own_rows = OwnRows(thread);
+    const uint32_t transposed_at = TransposedAt(group, thread % 128);
 
     Tensor sK = make_tensor(make_smem_ptr(smem.k), LayoutK{});
     Tensor sV = make_tensor(make_smem_ptr(smem.v), LayoutV{});
@@ -788,13 +830,19 @@ struct BackwardKernel {
       if (lane == 0) gpu::Arrive(bar);
     };
 
+    // dq of a step, left in shared memory, is for the thread that adds.
+    auto pass_dq = [&] {
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      release(&smem.dq_ring.full[group]);
+    };
+
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot ^= 1;
+      slot = NextSlot(slot);
       if (info.is_last) break;
       Scores x;
       x.scale = gpu::ScaleOf(sp, info.batch);
@@ -815,44 +863,86 @@ struct BackwardKernel {
 
       // The query tiles of one head after those of another.
       const int num_steps = info.num_steps;
+      int last_stage = 0;
       for (int step = 0; step < num_steps; ++step) {
         const int stage = state.stage;
         const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
+        const float *lse2_rows = smem.lse2[stage] + q_offset + own_rows,
+                    *delta_rows = smem.delta[stage] + q_offset + own_rows;
+        float lse2[kScoreRegs / 2];
+        auto set_lse2 = [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; };
+        // Of 128 queries, lse2 of the second half waits until the first half's is used.
+        constexpr int kEarlyRows = kSplitsStats && kGroupQ == 128 ? 64 : kGroupQ;
         gpu::Wait(&smem.q_ring.full[stage], state.phase);
-        // dP^T starts from -delta, so that nothing is left to subtract.
-        ForRows(smem.delta[stage] + q_offset, [&](int i, float delta) {
-          dp[i] = -delta;
-          dp[i + 2] = -delta;
-        });
+        const auto [flags, head, m] = smem.steps[stage];
+        if constexpr (kStatsFirst) {
+          // Loads and barriers queue behind products: none but the least may come between these
+          // two.
+          if constexpr (!kLateDk) {
+            ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
+          }
+          gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        } else {
+          // dP^T starts from -delta, so that nothing is left to subtract.
+          ForRows(delta_rows, [&](int i, float delta) {
+            dp[i] = -delta;
+            dp[i + 2] = -delta;
+          });
+        }
         warpgroup_fence_operand(tS);
         warpgroup_fence_operand(tDp);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        const auto [flags, head, m] = smem.steps[stage];
-        float lse2[kScoreRegs / 2];
-        ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
-        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
-        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, true);
+        if constexpr (kLateDk) {
+          warpgroup_wait<1>();  // dk of the step before, whose operand's registers are wanted
+          warpgroup_fence_operand(tDk);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+          if (step > 0) release(&smem.q_ring.empty[last_stage]);
+          last_stage = stage;
+        }
+        if constexpr (!kStatsFirst || kLateDk) {
+          ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
+        }
+        if constexpr (!kStatsFirst) gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        if constexpr (kLateDk) warpgroup_arrive();
+        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, !kStatsFirst);
+        if constexpr (kLateDq && kAddsInBulk) {
+          if (step > 0) pass_dq();
+        }
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
-        if (x.is_transformed) {
-          TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
-        }
-        if (!(flags & kIsFull)) {
-          MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
-                     x.kv, s);
-        }
-        if (flags & kHasLarge) {
-          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
-                            s);
-        } else {
+        ForRows<kEarlyRows>(lse2_rows, set_lse2);
+        auto exponentiate = [&] {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) {
             s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
           }
+        };
+        // Most steps need nothing but products and exponentials: two branches lead them past all
+        // else, instead of one for each.
+        const bool is_plain = kPlainApart && flags == kIsFull && !x.is_transformed;
+        if (is_plain) {
+          exponentiate();
+        } else {
+          if (x.is_transformed) {
+            TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
+          }
+          if (!(flags & kIsFull)) {
+            MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
+                       x.kv, s);
+          }
+          if (flags & kHasLarge) {
+            ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, lse2_rows, s);
+          } else {
+            exponentiate();
+          }
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
+        float delta[kScoreRegs / 2];
+        if constexpr (kStatsFirst) {
+          ForRows(delta_rows, [&](int i, float x) { delta[i / 4 * 2 + i % 2] = x; });
+        }
         auto add_dv = [&] {
           auto p_operand = operand(mma_dv, tP, sPt, stage);
           if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
@@ -870,22 +960,26 @@ struct BackwardKernel {
         }
         warpgroup_fence_operand(tDp);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) dp[i] *= s[i];
-        if (x.cap > 0.f) {
-          // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
-          // probability.
-          const float inverse = gpu::kLn2 / x.cap;
-          ForRows(smem.lse2[stage] + q_offset, [&](int i, float lse2) {
-#pragma unroll
-            for (int r = 0; r < 4; r += 2) {
-              const float t = (__log2f(s[i + r]) + lse2) * inverse;
-              dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
-            }
-          });
+        for (int i = 0; i < kScoreRegs; ++i) {
+          dp[i] = s[i] * (kStatsFirst ? dp[i] - delta[i / 4 * 2 + i % 2] : dp[i]);
         }
-        if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
+        if (!is_plain) {
+          if (x.cap > 0.f) {
+            // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+            // probability.
+            const float inverse = gpu::kLn2 / x.cap;
+            ForRows(lse2_rows, [&](int i, float lse2) {
 #pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+              for (int r = 0; r < 4; r += 2) {
+                const float t = (__log2f(s[i + r]) + lse2) * inverse;
+                dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
+              }
+            });
+          }
+          if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
+#pragma unroll
+            for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+          }
         }
         if constexpr (kHasElements) {
           if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
@@ -894,13 +988,13 @@ struct BackwardKernel {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
           if constexpr (kSplitsColumns) {
-            StoreTransposed(smem.p[stage], group,
+            StoreTransposed(smem.p[stage], transposed_at,
                             *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tP(0)));
           }
         }
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
-        StoreTransposed(smem.ds[stage], group,
+        StoreTransposed(smem.ds[stage], transposed_at,
                         *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
         if constexpr (!kEarlyDv && !kSplitsColumns) add_dv();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -921,23 +1015,32 @@ struct BackwardKernel {
         release(&smem.dout_ring.empty[stage]);
         if constexpr (kAddsInBulk) {
           gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
-          float* to = smem.dq[group] + threadIdx.x % 128 * 4;
+          float* to = smem.dq[group] + thread % 128 * 4;
 #pragma unroll
           for (int i = 0; i < size(tDq) / 4; ++i) {
             *reinterpret_cast<float4*>(to + i * 512) =
                 make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
           }
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          release(&smem.dq_ring.full[group]);
+          if constexpr (!kLateDq) pass_dq();
           dq_phase ^= 1;
         } else {
           AddRegisters(DqPart(p, info, head, m, group), group, tDq);
         }
+        if constexpr (!kLateDk) {
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(tDk);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+          release(&smem.q_ring.empty[stage]);
+        }
+        state.Next();
+      }
+      if constexpr (kLateDk) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
-        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
-        release(&smem.q_ring.empty[stage]);
-        state.Next();
+      }
+      if (num_steps > 0) {
+        if constexpr (kLateDq && kAddsInBulk) pass_dq();
+        if constexpr (kLateDk) release(&smem.q_ring.empty[last_stage]);
       }
       release(&smem.kv_empty);
       Finish(p, info, group, x, dk, dv);
@@ -994,7 +1097,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
-    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + 1);
+    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + Kernel::kConsumers);
     for (int i = 0; i < Kernel::kConsumers; ++i) {
       gpu::InitBarrier(&smem.dq_ring.full[i], 4);
       gpu::InitBarrier(&smem.dq_ring.empty[i], 1);
@@ -1012,8 +1115,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
     if (threadIdx.x == 0) {
       Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
-    } else if (threadIdx.x == 32) {
-      Kernel::AddForConsumers(p, smem);
+    } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 32 * Kernel::kConsumers) {
+      Kernel::AddForConsumers(p, threadIdx.x / 32 - 1, smem);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();

@@ -67,10 +67,13 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.pairs_per_section = static_cast<int>(
       gpu::EvenSections(kv_pairs, std::max(kBackwardSectionBytes / group_bytes, least)));
 
-  // Counters, turns, dbias and dq lie side by side: one memset zeroes them.
+  // Counters, turns and dbias lie side by side: one memset zeroes them. dq, which follows, is as
+  // large as out and dout; the kernel that reads those zeroes it.
   const int64_t dq_bytes = q_pairs * params.num_q_tiles * kTile.block_q * kHeadDim * 4;
-  if (Status s =
-          gpu::ToStatus(cudaMemsetAsync(memory, 0, workspace.dq + dq_bytes, stream), "memset");
+  constexpr bool kZerosInDelta = BWD_VARIANT & 32;
+  if (Status s = gpu::ToStatus(
+          cudaMemsetAsync(memory, 0, workspace.dq + (kZerosInDelta ? 0 : dq_bytes), stream),
+          "memset");
       !s.ok())
     return s;
   int* counters = reinterpret_cast<int*>(memory + workspace.counters);
@@ -127,7 +130,10 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
                             const_cast<float*>(params.delta),
                             const_cast<float*>(params.lse2),
                             params.padded_q,
-                            counters + 3};
+                            counters + 3,
+                            reinterpret_cast<uint4*>(params.dq),
+                            kZerosInDelta ? dq_bytes / 16 : 0,
+                            gpu::kDeltaRows * kHeadDim / 4};
   LaunchDelta<Element, kHeadDimV>(delta, stream);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "delta"); !s.ok()) return s;
   if (operands.dsinks.data != nullptr) {
