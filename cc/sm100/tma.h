@@ -34,4 +34,19 @@ inline Status EncodeRows(const gpu::RowTensor& x, int box_rows, int box_cols, bo
       is_masked ? masked_strides : plain_strides, is_masked ? masked_box : plain_box, map);
 }
 
+// Maps that load any rows of an operand and zeros behind them, since 0 * NaN is NaN: see load.cuh.
+struct RowMaps {
+  CUtensorMap tile;
+  CUtensorMap masked;   // ends at any row from box_rows on
+  CUtensorMap rows[2];  // 8 rows and 1 row at a time, for tiles that end before
+};
+
+inline Status EncodeRowMaps(const gpu::RowTensor& x, int box_rows, int box_cols, RowMaps* maps) {
+  Status s = EncodeRows(x, box_rows, box_cols, false, &maps->tile);
+  if (s.ok()) s = EncodeRows(x, box_rows, box_cols, true, &maps->masked);
+  if (s.ok()) s = EncodeRows(x, 8, box_cols, false, &maps->rows[0]);
+  if (s.ok()) s = EncodeRows(x, 1, box_cols, false, &maps->rows[1]);
+  return s;
+}
+
 }  // namespace jax_fmha::sm100
