@@ -515,26 +515,14 @@ struct BackwardKernel {
     return true;
   }
 
-  // 32 values, two to a register.
-  static __device__ __forceinline__ void Pack(const float* x, uint32_t (&packed)[16]) {
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      cutlass::Array<Element, 2> pair;
-      pair[0] = static_cast<Element>(x[2 * i]);
-      pair[1] = static_cast<Element>(x[2 * i + 1]);
-      packed[i] = reinterpret_cast<const uint32_t&>(pair);
-    }
-  }
-
-  // Queries [first, first + 32) of a half of dS, of this thread's key, as LayoutDs has them: rows
-  // of 128 bytes, whose pieces of 16 bytes are swizzled by the row.
-  static __device__ __forceinline__ void StoreDs(Element* ds, int half, int key, int first,
-                                                 const uint32_t (&packed)[16]) {
+  // A half of dS of this thread's key, as LayoutDs has it: rows of 128 bytes, whose pieces of 16
+  // bytes are swizzled by the row.
+  static __device__ __forceinline__ void StoreDs(Element* ds, int half, int key,
+                                                 const uint32_t (&packed)[kQueries / 2]) {
     const uint32_t row = gpu::SmemAddress(ds) + (half * kRows + key) * kBoxCols * sizeof(Element);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       row + ((first / 8 + i) ^ (key % 8)) * 16),
+    for (int i = 0; i < kQueries / 8; ++i) {
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row + (i ^ (key % 8)) * 16),
                    "r"(packed[4 * i]), "r"(packed[4 * i + 1]), "r"(packed[4 * i + 2]),
                    "r"(packed[4 * i + 3])
                    : "memory");
@@ -579,35 +567,36 @@ struct BackwardKernel {
         gpu::Wait(&smem.stats_ring.full[stats_state.stage], stats_state.phase);
         const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
         const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
-        uint32_t packed[16];
+        uint32_t packed[kQueries / 2];
 #pragma unroll
-        for (int c = 0; c < kQueries; c += 32) {
-#pragma unroll
-          for (int i = c; i < c + 32; i += 4) {
-            const float4 l = *reinterpret_cast<const float4*>(lse2 + i);
-            float2 x = make_float2(s[i], s[i + 1]), y = make_float2(s[i + 2], s[i + 3]);
-            // lse - s, since the exponential takes a sign for free.
-            cute::fma(x, x, make_float2(-factor, -factor), make_float2(l.x, l.y));
-            cute::fma(y, y, make_float2(-factor, -factor), make_float2(l.z, l.w));
-            s[i] = gpu::Exp2(-x.x);
-            s[i + 1] = gpu::Exp2(-x.y);
-            s[i + 2] = gpu::Exp2(-y.x);
-            s[i + 3] = gpu::Exp2(-y.y);
-          }
-          Pack(s + c, packed);
-          StoreColumns(p_at + c / 2, packed);
+        for (int i = 0; i < kQueries; i += 4) {
+          const float4 l = *reinterpret_cast<const float4*>(lse2 + i);
+          float2 x = make_float2(s[i], s[i + 1]), y = make_float2(s[i + 2], s[i + 3]);
+          // lse - s, since the exponential takes a sign for free.
+          cute::fma(x, x, make_float2(-factor, -factor), make_float2(l.x, l.y));
+          cute::fma(y, y, make_float2(-factor, -factor), make_float2(l.z, l.w));
+          s[i] = gpu::Exp2(-x.x);
+          s[i + 1] = gpu::Exp2(-x.y);
+          s[i + 2] = gpu::Exp2(-y.x);
+          s[i + 3] = gpu::Exp2(-y.y);
         }
+        Pack<Element>(s, packed);
+        StoreColumns(p_at, packed);
         WaitStores();
         ArriveTmem(&smem.p_full);
 
         WaitTmem(&smem.dp_full, phase);
+        // One chunk of columns is on its way while another is worked on.
+        constexpr int kChunk = 16;
+        float chunks[2][kChunk];
+        LoadColumns(dp_at, chunks[0]);
 #pragma unroll
-        for (int c = 0; c < kQueries; c += 32) {
-          float dp[32];
-          LoadColumns(dp_at + c, dp);
+        for (int c = 0; c < kQueries; c += kChunk) {
+          float (&dp)[kChunk] = chunks[c / kChunk % 2];
           WaitLoads();
+          if (c + kChunk < kQueries) LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);
 #pragma unroll
-          for (int i = 0; i < 32; i += 4) {
+          for (int i = 0; i < kChunk; i += 4) {
             const float4 d = *reinterpret_cast<const float4*>(delta + c + i);
             float2 x = make_float2(dp[i], dp[i + 1]), y = make_float2(dp[i + 2], dp[i + 3]);
             cute::fma(x, make_float2(d.x, d.y), make_float2(-1.f, -1.f), x);
@@ -624,19 +613,19 @@ struct BackwardKernel {
             // probability.
             const float inverse = gpu::kLn2 / key.cap;
 #pragma unroll
-            for (int i = 0; i < 32; ++i) {
+            for (int i = 0; i < kChunk; ++i) {
               const float t = (__log2f(s[c + i]) + lse2[c + i]) * inverse;
               dp[i] = s[c + i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
             }
           }
           if (is_partial) {  // 0 * NaN of a pair that is not allowed
 #pragma unroll
-            for (int i = 0; i < 32; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
+            for (int i = 0; i < kChunk; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
           }
-          Pack(dp, packed);
-          StoreColumns(ds_at + c / 2, packed);
-          StoreDs(smem.ds, half, thread, c, packed);
+          Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
         }
+        StoreColumns(ds_at, packed);
+        StoreDs(smem.ds, half, thread, packed);
         WaitStores();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         ArriveTmem(&smem.ds_full);
@@ -696,7 +685,7 @@ struct BackwardKernel {
         is_nan |= x[i] != x[i];
       }
       uint32_t packed[16];
-      Pack(x, packed);
+      Pack<Element>(x, packed);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (is_row && c + 8 * i < num_cols) {
@@ -829,23 +818,21 @@ __global__ void __launch_bounds__(256)
     const int row = i / kPieces, piece = i % kPieces;
     const int query = m * kRows + row;
     if (query >= s.seqlen_q || piece * 8 >= s.head_dim) continue;
-    cutlass::Array<Element, 8> packed;
+    const float4 x = from[2 * piece * kRows + row], y = from[(2 * piece + 1) * kRows + row];
+    float z[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
     bool is_nan = false;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float4 x = from[(2 * piece + h) * kRows + row];
-      const float y[4] = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        is_nan |= y[c] != y[c];
-        packed[4 * h + c] = static_cast<Element>(y[c]);
-      }
+    for (int c = 0; c < 8; ++c) {
+      z[c] *= scale;
+      is_nan |= z[c] != z[c];
     }
+    uint32_t packed[4];
+    Pack<Element>(z, packed);
     if (is_nan && repair.count != nullptr) atomicOr(&bad_strips, 1u << row / gpu::kStripRows);
     const int64_t at =
         ((static_cast<int64_t>(b) * s.seqlen_q + query) * s.num_q_heads + head) * s.head_dim;
     *reinterpret_cast<uint4*>(static_cast<Element*>(dq) + at + piece * 8) =
-        reinterpret_cast<const uint4&>(packed);
+        make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
   if (repair.count == nullptr) return;
   __syncthreads();

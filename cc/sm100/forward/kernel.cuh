@@ -399,7 +399,6 @@ struct ForwardKernel {
   // Probabilities of 32 keys, stored two to a column of tensor memory.
   static __device__ __forceinline__ void Exponentiate(float* s, float factor, float base,
                                                       uint32_t column, float2& sum) {
-    uint32_t packed[16];
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       float2 x = make_float2(s[i], s[i + 1]);
@@ -407,11 +406,11 @@ struct ForwardKernel {
       x.x = gpu::Exp2(x.x);
       x.y = i / 2 % (kPolynomialShare / 2) == 0 ? PolynomialExp2(x.y) : gpu::Exp2(x.y);
       cute::add(sum, sum, x);
-      cutlass::Array<Element, 2> pair;
-      pair[0] = static_cast<Element>(x.x);
-      pair[1] = static_cast<Element>(x.y);
-      packed[i / 2] = reinterpret_cast<const uint32_t&>(pair);
+      s[i] = x.x;
+      s[i + 1] = x.y;
     }
+    uint32_t packed[16];
+    Pack<Element>(s, packed);
     StoreColumns(column, packed);
   }
 
@@ -561,15 +560,17 @@ struct ForwardKernel {
       }
 #pragma unroll
       for (int i = 0; i < 32; i += 8) {
-        cutlass::Array<Element, 8> packed;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float x = norm == 0.f ? 0.f : o[i + e] * norm;
-          if constexpr (kHasSegments) is_nan |= x != x;
-          packed[e] = static_cast<Element>(x);
+        for (int e = i; e < i + 8; ++e) {
+          o[e] = norm == 0.f ? 0.f : o[e] * norm;
+          if constexpr (kHasSegments) is_nan |= o[e] != o[e];
         }
-        if (is_row && c + i < sp.head_dim_v)
-          *reinterpret_cast<uint4*>(to + c + i) = reinterpret_cast<const uint4&>(packed);
+        uint32_t packed[4];
+        Pack<Element>(o + i, packed);
+        if (is_row && c + i < sp.head_dim_v) {
+          *reinterpret_cast<uint4*>(to + c + i) =
+              make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
       }
     }
     if constexpr (kHasSegments) {
