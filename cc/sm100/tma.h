@@ -42,11 +42,18 @@ struct RowMaps {
 };
 
 inline Status EncodeRowMaps(const gpu::RowTensor& x, int box_rows, int box_cols, RowMaps* maps) {
-  Status s = EncodeRows(x, box_rows, box_cols, false, &maps->tile);
-  if (s.ok()) s = EncodeRows(x, box_rows, box_cols, true, &maps->masked);
-  if (s.ok()) s = EncodeRows(x, 8, box_cols, false, &maps->rows[0]);
-  if (s.ok()) s = EncodeRows(x, 1, box_cols, false, &maps->rows[1]);
-  return s;
+  const struct {
+    int box_rows;
+    bool is_masked;
+    CUtensorMap* map;
+  } all[] = {{box_rows, false, &maps->tile},
+             {box_rows, true, &maps->masked},
+             {8, false, &maps->rows[0]},
+             {1, false, &maps->rows[1]}};
+  for (const auto& [rows, is_masked, map] : all) {
+    if (Status s = EncodeRows(x, rows, box_cols, is_masked, map); !s.ok()) return s;
+  }
+  return {};
 }
 
 }  // namespace jax_fmha::sm100

@@ -35,18 +35,19 @@ inline gpu::KeyTileOrder OrderKeyTiles(const Problem& problem, int tile_head_dim
 }
 
 inline Status EncodeBackward(const Problem& problem, const Operands& o, BackwardTensors* tensors) {
-  auto q_rows = [&](const Operand& x, int64_t head_dim) {
-    return gpu::RowsOf(x, problem.seqlen_q, problem.num_q_heads, head_dim);
-  };
-  auto kv_rows = [&](const Operand& x, int64_t head_dim) {
-    return gpu::RowsOf(x, problem.seqlen_kv, problem.num_kv_heads, head_dim);
-  };
-  Status s = EncodeRowMaps(q_rows(o.q, problem.head_dim), kRows, kBoxCols, &tensors->q);
-  if (s.ok())
-    s = EncodeRowMaps(q_rows(o.dout, problem.head_dim_v), kRows, kBoxCols, &tensors->dout);
-  if (s.ok()) s = EncodeRowMaps(kv_rows(o.k, problem.head_dim), kRows, kBoxCols, &tensors->k);
-  if (s.ok()) s = EncodeRows(kv_rows(o.v, problem.head_dim_v), kRows, kBoxCols, false, &tensors->v);
-  return s;
+  const struct {
+    gpu::RowTensor tensor;
+    RowMaps* maps;
+  } all[] = {
+      {gpu::RowsOf(o.q, problem.seqlen_q, problem.num_q_heads, problem.head_dim), &tensors->q},
+      {gpu::RowsOf(o.k, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim), &tensors->k},
+      {gpu::RowsOf(o.dout, problem.seqlen_q, problem.num_q_heads, problem.head_dim_v),
+       &tensors->dout}};
+  for (const auto& [tensor, maps] : all) {
+    if (Status s = EncodeRowMaps(tensor, kRows, kBoxCols, maps); !s.ok()) return s;
+  }
+  return EncodeRows(gpu::RowsOf(o.v, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim_v),
+                    kRows, kBoxCols, false, &tensors->v);
 }
 
 // Delta, and dsinks that follow from it.

@@ -23,10 +23,9 @@ inline Status EncodeForward(const Problem& problem, const Operands& operands,
       gpu::RowsOf(operands.k, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim);
   const gpu::RowTensor v =
       gpu::RowsOf(operands.v, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim_v);
-  Status s = EncodeRows(q, kRows, kBoxCols, false, &tensors->q);
-  if (s.ok()) s = EncodeRows(k, kRows, kBoxCols, false, &tensors->k);
-  if (s.ok()) s = EncodeRowMaps(v, kRows, kBoxCols, &tensors->v);
-  return s;
+  if (Status s = EncodeRows(q, kRows, kBoxCols, false, &tensors->q); !s.ok()) return s;
+  if (Status s = EncodeRows(k, kRows, kBoxCols, false, &tensors->k); !s.ok()) return s;
+  return EncodeRowMaps(v, kRows, kBoxCols, &tensors->v);
 }
 
 template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
