@@ -87,9 +87,14 @@ struct BackwardKernel {
   static constexpr int kComputeWarps = 8, kHalves = 2;
   static constexpr int kComputeThreads = 32 * kComputeWarps, kReduceThreads = 32 * kReduceWarps;
   static constexpr int kQueries = kRows / kHalves;  // of one step and thread
-  // setmaxnreg shares out the 128 registers per thread that the block starts with.
-  static constexpr int kReduceRegs = 152, kComputeRegs = 144, kOtherRegs = 72;
-  static_assert(kReduceRegs + kHalves * kComputeRegs + kOtherRegs <= 512);
+  // Columns of dq that are held in registers, so that tensor memory is free before they have been
+  // added.
+  static constexpr int kHeldColumns = kHeadDim % 128 == 0 ? 128 : 64;
+  // setmaxnreg shares out the 128 registers per thread that the block starts with. Descriptors of
+  // products take the more, the larger the head dim.
+  static constexpr int kReduceRegs = kHeldColumns + (kHeldColumns == 128 ? 24 : 32),
+                       kComputeRegs = 144;
+  static constexpr int kOtherRegs = 512 - kReduceRegs - kHalves * kComputeRegs;
 
   // Columns of tensor memory
   // ----------------------------------------------------------------------------------------------
@@ -700,9 +705,6 @@ struct BackwardKernel {
   // Addition of dq
   // ----------------------------------------------------------------------------------------------
 
-  // Columns that are held in registers, so that tensor memory is free before they have been added.
-  static constexpr int kHeldColumns = kHeadDim % 128 == 0 ? 128 : 64;
-
   // A thread holds a query. Its columns are added four at a time, and those of a warp lie side by
   // side in device memory, so that nothing passes through shared memory.
   //
@@ -783,7 +785,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   __syncthreads();
   FenceAfter();
   if (warp < Kernel::kComputeWarp) {
-    cutlass::arch::warpgroup_reg_alloc<Kernel::kReduceRegs>();
+    if constexpr (Kernel::kReduceRegs > 128) {
+      cutlass::arch::warpgroup_reg_alloc<Kernel::kReduceRegs>();
+    } else {
+      cutlass::arch::warpgroup_reg_dealloc<Kernel::kReduceRegs>();
+    }
     Kernel::Reduce(p, smem);
   } else if (warp < Kernel::kMmaWarp) {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kComputeRegs>();
