@@ -28,8 +28,9 @@ struct ForwardParams {
 struct ForwardTileInfo {
   int is_last;  // no tile: the block is done
   int batch, head, q_first;
-  int kv_first, num_kv_tiles;  // keys kv_first + [0, num_kv_tiles * block_kv), clipped at kv_end
+  int kv_first, kv_range;  // keys kv_first + [0, kv_range * block_kv), clipped at kv_end
   int kv_end;
+  int num_kv_tiles;                  // those of the range that the mask does not skip
   int full_begin, full_end;          // keys that every row of the tile may see
   int is_elementwise, is_scattered;  // partial by more than intervals
   int may_leak;                      // rows of several segments share key tiles
@@ -83,13 +84,26 @@ __device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams
     info.is_elementwise = info.is_scattered;
   }
   if constexpr (kHasElements) {
-    info.is_elementwise |=
-        s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+    info.is_elementwise |= s.q_positions.data != nullptr || s.kv_positions.data != nullptr ||
+                           (s.mask.data != nullptr && s.mask_plan.words == nullptr);
   }
   if (q_last < info.q_first) hi_max = lo_min;
   info.kv_first = lo_min;
   info.kv_end = hi_max;
-  info.num_kv_tiles = hi_max > lo_min ? (hi_max - lo_min + kBlockKv - 1) / kBlockKv : 0;
+  const bool has_plan = kHasElements && s.mask_plan.words != nullptr;
+  if (has_plan) {
+    // Tiles lie where those of the plan do, and may start before the first segment that is wanted.
+    info.kv_first = lo_min / kBlockKv * kBlockKv;
+    info.may_leak |= s.plan.blocks != nullptr;
+  }
+  info.kv_range = hi_max > lo_min ? (hi_max - info.kv_first + kBlockKv - 1) / kBlockKv : 0;
+  info.num_kv_tiles = info.kv_range;
+  if (has_plan) {
+    const int first = info.kv_first / kBlockKv;
+    info.num_kv_tiles =
+        CountSeen(LineOf(s.mask_plan, info.batch, info.head, info.q_first / kBlockQ), first,
+                  first + info.kv_range);
+  }
   info.full_begin = lo_max;
   // Rows past q_length see nothing, which only masks can tell.
   const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);
@@ -97,29 +111,29 @@ __device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams
   return info;
 }
 
-// Takes the sink, if there is one, into a row's sum and base, the maximum that the exponentials
-// were taken against, in log2 units. Gives what outputs are to be multiplied with: 0 for a row
-// without keys, whose sum is 0.
+// Takes the sink, if there is one, into a row's sum and its largest logit, which the exponentials
+// were taken against. Gives what outputs are to be multiplied with: 0 for a row without keys, whose
+// sum is 0.
 __device__ __forceinline__ float CloseRow(const ScoreParams& s, const ForwardTileInfo& info,
-                                          float& sum, float& base) {
+                                          float& sum, float& top) {
   const bool is_empty = sum == 0.f;
   float scale = 1.f;
   if (s.sinks.data != nullptr) {
     const float sink =
-        kLog2e * ReadFloat(s.sinks, EntryOf(s.sinks.batch, info.batch) * s.num_q_heads + info.head);
-    const float top = fmaxf(base, sink);
-    if (top != -kInf) {
-      scale = Exp2(base - top);
-      sum = sum * scale + Exp2(sink - top);
-      base = top;
+        ReadFloat(s.sinks, EntryOf(s.sinks.batch, info.batch) * s.num_q_heads + info.head);
+    const float new_top = fmaxf(top, sink);
+    if (new_top != -kInf) {
+      scale = Exp2((top - new_top) * kLog2e);
+      sum = sum * scale + Exp2((sink - new_top) * kLog2e);
+      top = new_top;
     }
   }
   return is_empty ? 0.f : scale / sum;
 }
 
 // Of a closed row: -inf without keys and sink.
-__device__ __forceinline__ float LseOf(float sum, float base) {
-  return sum == 0.f ? -kInf : (base + __log2f(sum)) * kLn2;
+__device__ __forceinline__ float LseOf(float sum, float top) {
+  return sum == 0.f ? -kInf : top + __log2f(sum) * kLn2;
 }
 
 }  // namespace jax_fmha::gpu

@@ -22,13 +22,31 @@ struct PlanBlock {
   int is_scattered;  // some row's segment occupies several key runs: compare ids element by element
 };
 
+// What a mask says of 32 tiles of the main kernel that follow each other, one bit each: whether it
+// keeps some pair, and whether it drops some.
+struct TileWord {
+  uint32_t seen, partial;
+};
+inline constexpr int kWordTiles = 32;
+
+// Words of `lines` lines of `tiles` tiles each, for a mask with every batch entry and head of its
+// own: two bits per tile, not per pair.
+inline int64_t MaskPlanBytes(const Problem& p, int64_t lines, int64_t tiles) {
+  if (!p.has_mask && !p.has_tile_mask) return 0;
+  return RoundUp(
+      p.batch * p.num_q_heads * lines * CeilDiv(tiles, kWordTiles) * int64_t{sizeof(TileWord)}, 16);
+}
+
 struct Strip {
   int batch, head, row;
 };
 
+// Rows of a batch entry in a plan lie this far apart, so that whole tiles of them can be copied.
+constexpr int64_t PlanStride(int64_t seqlen) { return RoundUp(seqlen, 128); }
+
 inline int64_t SegmentPlanBytes(const Problem& p) {
   const int64_t chunks = CeilDiv(p.seqlen_kv, kRunChunk), blocks = CeilDiv(p.seqlen_q, kPlanRows);
-  return p.batch * (RoundUp(8 * p.seqlen_kv, 16) + RoundUp(8 * p.seqlen_q, 16)) +
+  return p.batch * (RoundUp(8 * p.seqlen_kv, 16) + 8 * PlanStride(p.seqlen_q)) +
          RoundUp(p.batch * 4 * (p.seqlen_kv + 1), 16) + 2 * RoundUp(p.batch * 4 * chunks, 16) +
          RoundUp(p.batch * blocks * int64_t{sizeof(PlanBlock)}, 16);
 }

@@ -1,6 +1,7 @@
 // Recomputes gradient rows that a NaN of another segment may have reached; see repair.cuh for why.
 #pragma once
 
+#include "cc/gpu/delta.cuh"
 #include "cc/gpu/repair.cuh"
 
 namespace jax_fmha::gpu {
@@ -10,7 +11,8 @@ struct RepairBackwardParams {
   SegmentPlan kv_plan;
   BatchMap q_map, k_map, v_map, dout_map;
   const void *q, *k, *v, *dout;
-  const float *lse2, *delta;
+  Operand lse;
+  const float* delta;
   int padded_q;
   void *dq, *dk, *dv;
   RepairList dq_list, dkv_list;  // (batch, query head, row) and (batch, kv head, key)
@@ -20,7 +22,7 @@ template <typename T>
 struct BackwardRows {
   const T *q, *k, *v, *dout;  // row 0 of one query head and its kv head
   int64_t q_row, k_row, v_row, dout_row;
-  const float *lse2, *delta;
+  const float *lse, *delta;
   float scale, cap;
 
   __device__ BackwardRows(const RepairBackwardParams& p, int b, int head) {
@@ -37,7 +39,8 @@ struct BackwardRows {
         kv_head * s.head_dim_v;
     dout = static_cast<const T*>(p.dout) + EntryOf(p.dout_map, b) * s.seqlen_q * dout_row +
            head * s.head_dim_v;
-    lse2 = p.lse2 + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
+    lse = static_cast<const float*>(p.lse.data) +
+          (EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q;
     delta = p.delta + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
     scale = ScaleOf(s, b);
     cap = s.logits_soft_cap.data == nullptr
@@ -61,8 +64,8 @@ struct BackwardRows {
       score = cap * t;
       slope = 1.f - t * t;
     }
-    const float probability = exp2f(score * kLog2e - lse2[i]);
-    return make_float2(probability, probability * (dp - delta[i]) * slope);
+    const float probability = lse[i] == -kInf ? 0.f : expf(score - lse[i]);
+    return make_float2(probability, probability * (dp - delta[RowSlot(i)]) * slope);
   }
 };
 
@@ -116,7 +119,7 @@ __global__ void __launch_bounds__(32 * kStripRows)
     if (j >= s.seqlen_kv) continue;
     const int b = strip.batch;
     const EntryLimits limits = LimitsOf(s, b);
-    const int2 queries = p.kv_plan.rows[static_cast<int64_t>(b) * s.seqlen_kv + j];
+    const int2 queries = p.kv_plan.rows[b * PlanStride(s.seqlen_kv) + j];
     float dk[kRepairColumns] = {}, dv[kRepairColumns] = {}, scale = 0.f;
     for (int head = strip.head * s.group_size; head < (strip.head + 1) * s.group_size; ++head) {
       const BackwardRows<T> rows(p, b, head);
