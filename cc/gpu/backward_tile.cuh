@@ -93,7 +93,7 @@ __device__ __forceinline__ int2 KeyInterval(const ScoreParams& s, const SegmentP
                                             const EntryLimits& e, int b, int j) {
   int lo = max(0, j - e.hi_shift + 1), hi = min(e.q_length, j - e.lo_shift + 1);
   if (plan.rows != nullptr && j < s.seqlen_kv) {
-    const int2 run = plan.rows[static_cast<int64_t>(b) * s.seqlen_kv + j];
+    const int2 run = plan.rows[b * PlanStride(s.seqlen_kv) + j];
     lo = max(lo, run.x);
     hi = min(hi, run.y);
   }

@@ -32,7 +32,8 @@ Status LaunchEmptyBackward(const Problem& problem, const Operands& operands, con
                               operands.dlse,
                               delta,
                               delta + pairs * padded_q,
-                              static_cast<int>(padded_q)};
+                              static_cast<int>(padded_q),
+                              reinterpret_cast<int*>(delta + 2 * pairs * padded_q)};
   const auto blocks = static_cast<unsigned>(pairs * (padded_q / kDeltaRows));
   if (blocks > 0 && problem.dtype == DType::kBF16) {
     Delta<__nv_bfloat16, 32><<<blocks, 256, 0, stream>>>(params);

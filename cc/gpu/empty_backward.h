@@ -5,9 +5,9 @@
 
 namespace jax_fmha::gpu {
 
-// For delta and lse of every row, padded to whole tiles of 128.
+// For delta, lse and a flag, see DeltaParams. Rows are padded to whole tiles of 128.
 inline int64_t EmptyBackwardWorkspaceBytes(const Problem& p) {
-  return 2 * 4 * p.batch * p.num_q_heads * RoundUp(p.seqlen_q, 128);
+  return 2 * 4 * p.batch * p.num_q_heads * RoundUp(p.seqlen_q, 128) + int64_t{sizeof(int)};
 }
 
 // Writes zero gradients, and dsinks, which rows without keys have, too.

@@ -54,7 +54,9 @@ struct BackwardParams {
   gpu::ScoreParams score;
   gpu::SegmentPlan kv_plan;  // queries by key
   BatchMap q_map, k_map, v_map, dout_map;
-  const float *lse2, *delta;  // [batch, N, query tile, kRows]
+  const float *lse2, *delta;  // [batch, N, query tile, kRows], in the order of gpu::RowSlot
+  const int* has_large;       // not 0 if some |lse2| exceeds gpu::kLargeBase
+  Operand lse;                // [batch, N, T], for such rows
   float* dq;      // [batch, N, query tile, head_dim / 4, kRows, 4], zeroed, of the tile's head dim
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
   gpu::KeyTileOrder order;
@@ -92,8 +94,8 @@ struct BackwardKernel {
   static constexpr int kHeldColumns = kHeadDim % 128 == 0 ? 128 : 64;
   // setmaxnreg shares out the 128 registers per thread that the block starts with. Descriptors of
   // products take the more, the larger the head dim.
-  static constexpr int kReduceRegs = kHeldColumns + (kHeldColumns == 128 ? 24 : 32),
-                       kComputeRegs = 144;
+  static constexpr int kReduceRegs = kHeldColumns == 128 ? 152 : 104;
+  static constexpr int kComputeRegs = kHeldColumns == 128 ? 144 : 152;
   static constexpr int kOtherRegs = 512 - kReduceRegs - kHalves * kComputeRegs;
 
   // Columns of tensor memory
@@ -156,7 +158,14 @@ struct BackwardKernel {
   using LayoutHalf = decltype(UMMA::tile_to_mma_shape(
       AtomK{}, partition_shape_A(MmaDv{}, Shape<Int<kRows>, Int<kQueries>>{})));
 
-  using TileInfo = gpu::BackwardTileInfo;
+  // What the computing warps want to know of a tile stays in shared memory, as they have no
+  // register to spare.
+  struct TileInfo : gpu::BackwardTileInfo {
+    float scale, cap;
+    float unit;          // logits per score
+    int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
+    int has_large;       // see ExponentiateLarge
+  };
   static constexpr int kInfoSlots = 2;
   static constexpr int kInfoReaders = 13;  // warps
 
@@ -220,18 +229,17 @@ struct BackwardKernel {
 
   // Steps of a tile: its query tiles of one query head after those of another.
   struct Steps {
+    const TileInfo& info;
     int head, q_tile, left;
-    int begin, end;
-    __device__ __forceinline__ Steps(const BackwardParams& p, const TileInfo& info)
-        : head(info.kv_head * p.score.group_size),
-          q_tile(info.q_begin),
-          left(p.score.group_size * (info.q_end - info.q_begin)),
-          begin(info.q_begin),
-          end(info.q_end) {}
+    __device__ __forceinline__ Steps(const BackwardParams& p, const TileInfo& tile)
+        : info(tile),
+          head(tile.kv_head * p.score.group_size),
+          q_tile(tile.q_begin),
+          left(p.score.group_size * (tile.q_end - tile.q_begin)) {}
     __device__ __forceinline__ void Next() {
       --left;
-      if (++q_tile == end) {
-        q_tile = begin;
+      if (++q_tile == info.q_end) {
+        q_tile = info.q_begin;
         ++head;
       }
     }
@@ -253,6 +261,23 @@ struct BackwardKernel {
         : "memory");
   }
 
+  static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
+    const gpu::ScoreParams& s = p.score;
+    TileInfo info;
+    static_cast<gpu::BackwardTileInfo&>(info) =
+        gpu::DescribeBackwardTile<kRows, kRows, kHasElements>(s, p.kv_plan, p.order, tile);
+    info.scale = gpu::ScaleOf(s, info.batch);
+    info.cap = s.logits_soft_cap.data == nullptr
+                   ? 0.f
+                   : fabsf(gpu::ReadFloat(s.logits_soft_cap,
+                                          gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
+    info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
+                          (kHasElements && s.bias.data != nullptr);
+    info.unit = info.is_transformed ? 1.f : info.scale;
+    info.has_large = *p.has_large;
+    return info;
+  }
+
   static __device__ __forceinline__ void Load(const BackwardParams& p,
                                               const BackwardTensors& tensors, SharedStorage& smem) {
     const gpu::ScoreParams& s = p.score;
@@ -265,8 +290,7 @@ struct BackwardKernel {
     int tile = blockIdx.x;
     while (tile < p.order.num_tiles) {
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info =
-          gpu::DescribeBackwardTile<kRows, kRows, kHasElements>(s, p.kv_plan, p.order, tile);
+      const TileInfo info = DescribeTile(p, tile);
       tile = next;
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
       smem.info[slot.stage] = info;
@@ -447,9 +471,14 @@ struct BackwardKernel {
   struct Key {  // of this thread
     int index;
     int2 interval;  // of queries
-    float scale, cap;
-    bool is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
   };
+
+  // Where four of 16 queries from `first` on lie among row statistics: first + 2 t and the next,
+  // and the two 8 further.
+  static __device__ __forceinline__ constexpr int StatsOf(int first, int t) {
+    return gpu::RowSlot(first + 2 * t);
+  }
+  static_assert(gpu::RowSlot(1) == 1 && gpu::RowSlot(8) == 2 && gpu::RowSlot(9) == 3);
 
   // Queries beyond the operand repeat its last: their scores are masked.
   template <typename T>
@@ -471,9 +500,9 @@ struct BackwardKernel {
                                                       const Key& key, int head, int q_first,
                                                       float (&s)[kQueries]) {
     const gpu::ScoreParams& sp = p.score;
-    if (key.is_transformed) {
+    if (info.is_transformed) {
 #pragma unroll
-      for (int i = 0; i < kQueries; ++i) s[i] *= key.scale;
+      for (int i = 0; i < kQueries; ++i) s[i] *= info.scale;
       if constexpr (kHasElements) {
         if (sp.bias.data != nullptr) {
           const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
@@ -484,10 +513,10 @@ struct BackwardKernel {
           }
         }
       }
-      if (key.cap > 0.f) {
-        const float inverse = 1.f / key.cap;
+      if (info.cap > 0.f) {
+        const float inverse = 1.f / info.cap;
 #pragma unroll
-        for (int i = 0; i < kQueries; ++i) s[i] = key.cap * gpu::Tanh(s[i] * inverse);
+        for (int i = 0; i < kQueries; ++i) s[i] = info.cap * gpu::Tanh(s[i] * inverse);
       }
     }
     if (q_first >= info.full_begin && q_first + kQueries <= info.full_end) return false;
@@ -520,6 +549,50 @@ struct BackwardKernel {
     return true;
   }
 
+  // Probabilities of scores, in place.
+  static __device__ __forceinline__ void Exponentiate(float factor, const float* lse2,
+                                                      float (&s)[kQueries]) {
+#pragma unroll
+    for (int c = 0; c < kQueries; c += 16) {
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int i = c + 2 * t, j = i + 8;  // and the next each
+        const float4 l = *reinterpret_cast<const float4*>(lse2 + StatsOf(c, t));
+        float2 x = make_float2(s[i], s[i + 1]), y = make_float2(s[j], s[j + 1]);
+        // lse - s, since the exponential takes a sign for free.
+        cute::fma(x, x, make_float2(-factor, -factor), make_float2(l.x, l.y));
+        cute::fma(y, y, make_float2(-factor, -factor), make_float2(l.z, l.w));
+        s[i] = gpu::Exp2(-x.x);
+        s[i + 1] = gpu::Exp2(-x.y);
+        s[j] = gpu::Exp2(-y.x);
+        s[j + 1] = gpu::Exp2(-y.y);
+      }
+    }
+  }
+
+  // The same where some row's lse is large, whose differences from logits are taken in their own
+  // unit. No weight exceeds 1, whatever the rounding of lse.
+  static __device__ __forceinline__ void ExponentiateLarge(const BackwardParams& p,
+                                                           const TileInfo& info, int head,
+                                                           int q_first, const float* lse2,
+                                                           float (&s)[kQueries]) {
+    const gpu::ScoreParams& sp = p.score;
+    const float* lse =
+        static_cast<const float*>(p.lse.data) +
+        (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first;
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      const float base = lse2[gpu::RowSlot(i)];
+      float exponent = s[i] * info.unit * gpu::kLog2e - base;
+      // Rows that see nothing have lse2 +inf, those past the last among them.
+      if (fabsf(base) > gpu::kLargeBase && base < gpu::kInf) {
+        const float above = __fmul_rn(s[i], info.unit) - lse[i];
+        exponent = above > 0.f ? 0.f : above * gpu::kLog2e;
+      }
+      s[i] = gpu::Exp2(exponent);
+    }
+  }
+
   // A half of dS of this thread's key, as LayoutDs has it: rows of 128 bytes, whose pieces of 16
   // bytes are swizzled by the row.
   static __device__ __forceinline__ void StoreDs(Element* ds, int half, int key,
@@ -527,10 +600,16 @@ struct BackwardKernel {
     const uint32_t row = gpu::SmemAddress(ds) + (half * kRows + key) * kBoxCols * sizeof(Element);
 #pragma unroll
     for (int i = 0; i < kQueries / 8; ++i) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(row + (i ^ (key % 8)) * 16),
-                   "r"(packed[4 * i]), "r"(packed[4 * i + 1]), "r"(packed[4 * i + 2]),
-                   "r"(packed[4 * i + 3])
-                   : "memory");
+      // The address is made here, lest eight of them are kept in registers.
+      asm volatile(
+          "{\n"
+          ".reg .b32 at;\n"
+          "xor.b32 at, %0, %1;\n"
+          "st.shared.v4.b32 [at], {%2, %3, %4, %5};\n"
+          "}" ::"r"(row + key % 8 * 16),
+          "n"(i * 16), "r"(packed[4 * i]), "r"(packed[4 * i + 1]), "r"(packed[4 * i + 2]),
+          "r"(packed[4 * i + 3])
+          : "memory");
     }
   }
 
@@ -551,14 +630,6 @@ struct BackwardKernel {
       Key key;
       key.index = info.kv_first + thread;
       key.interval = gpu::KeyInterval(sp, p.kv_plan, info.limits, info.batch, key.index);
-      key.scale = gpu::ScaleOf(sp, info.batch);
-      key.cap = sp.logits_soft_cap.data == nullptr
-                    ? 0.f
-                    : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
-                                           gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
-      key.is_transformed = sp.logits_soft_cap.data != nullptr || !(key.scale > 0.f) ||
-                           (kHasElements && sp.bias.data != nullptr);
-      const float factor = key.is_transformed ? gpu::kLog2e : key.scale * gpu::kLog2e;
       for (Steps step(p, info); step.left > 0; step.Next(), phase ^= 1) {
         float s[kQueries];  // then probabilities
         WaitTmem(&smem.s_full, phase);
@@ -567,24 +638,17 @@ struct BackwardKernel {
           LoadColumns(s_at + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
         if constexpr (kDpReplacesS) ArriveTmem(&smem.s_read);
-        const bool is_partial =
-            FinishScores(p, info, key, step.head, step.q_tile * kRows + half * kQueries, s);
+        const int q_first = step.q_tile * kRows + half * kQueries;
+        const bool is_partial = FinishScores(p, info, key, step.head, q_first, s);
         gpu::Wait(&smem.stats_ring.full[stats_state.stage], stats_state.phase);
         const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
         const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
-        uint32_t packed[kQueries / 2];
-#pragma unroll
-        for (int i = 0; i < kQueries; i += 4) {
-          const float4 l = *reinterpret_cast<const float4*>(lse2 + i);
-          float2 x = make_float2(s[i], s[i + 1]), y = make_float2(s[i + 2], s[i + 3]);
-          // lse - s, since the exponential takes a sign for free.
-          cute::fma(x, x, make_float2(-factor, -factor), make_float2(l.x, l.y));
-          cute::fma(y, y, make_float2(-factor, -factor), make_float2(l.z, l.w));
-          s[i] = gpu::Exp2(-x.x);
-          s[i + 1] = gpu::Exp2(-x.y);
-          s[i + 2] = gpu::Exp2(-y.x);
-          s[i + 3] = gpu::Exp2(-y.y);
+        if (info.has_large) {
+          ExponentiateLarge(p, info, step.head, q_first, lse2, s);
+        } else {
+          Exponentiate(info.unit * gpu::kLog2e, lse2, s);
         }
+        uint32_t packed[kQueries / 2];
         Pack<Element>(s, packed);
         StoreColumns(p_at, packed);
         WaitStores();
@@ -601,25 +665,26 @@ struct BackwardKernel {
           WaitLoads();
           if (c + kChunk < kQueries) LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);
 #pragma unroll
-          for (int i = 0; i < kChunk; i += 4) {
-            const float4 d = *reinterpret_cast<const float4*>(delta + c + i);
-            float2 x = make_float2(dp[i], dp[i + 1]), y = make_float2(dp[i + 2], dp[i + 3]);
+          for (int t = 0; t < 4; ++t) {
+            const int i = 2 * t, j = i + 8;  // and the next each
+            const float4 d = *reinterpret_cast<const float4*>(delta + StatsOf(c, t));
+            float2 x = make_float2(dp[i], dp[i + 1]), y = make_float2(dp[j], dp[j + 1]);
             cute::fma(x, make_float2(d.x, d.y), make_float2(-1.f, -1.f), x);
             cute::fma(y, make_float2(d.z, d.w), make_float2(-1.f, -1.f), y);
             cute::mul(x, x, make_float2(s[c + i], s[c + i + 1]));
-            cute::mul(y, y, make_float2(s[c + i + 2], s[c + i + 3]));
+            cute::mul(y, y, make_float2(s[c + j], s[c + j + 1]));
             dp[i] = x.x;
             dp[i + 1] = x.y;
-            dp[i + 2] = y.x;
-            dp[i + 3] = y.y;
+            dp[j] = y.x;
+            dp[j + 1] = y.y;
           }
-          if (key.cap > 0.f) {
+          if (info.cap > 0.f) {
             // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
             // probability.
-            const float inverse = gpu::kLn2 / key.cap;
+            const float inverse = gpu::kLn2 / info.cap;
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) {
-              const float t = (__log2f(s[c + i]) + lse2[c + i]) * inverse;
+              const float t = (__log2f(s[c + i]) + lse2[gpu::RowSlot(c + i)]) * inverse;
               dp[i] = s[c + i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
             }
           }
@@ -659,7 +724,7 @@ struct BackwardKernel {
         (static_cast<int64_t>(info.batch) * sp.seqlen_kv + key.index) * sp.num_kv_heads +
         info.kv_head;
     bool is_nan = StoreRow<kHeadDim>(static_cast<Element*>(p.dk) + row * sp.head_dim, sp.head_dim,
-                                     is_key, has_steps, key.scale, tmem + kDkColumn, half);
+                                     is_key, has_steps, info.scale, tmem + kDkColumn, half);
     is_nan |= StoreRow<kHeadDimV>(static_cast<Element*>(p.dv) + row * sp.head_dim_v, sp.head_dim_v,
                                   is_key, has_steps, 1.f, tmem + kDvColumn, half);
     if (info.may_leak) {

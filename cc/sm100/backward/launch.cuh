@@ -103,6 +103,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     return s;
   int* counters = reinterpret_cast<int*>(memory + workspace.counters);
   params.next_tile = counters;
+  params.has_large = counters + 3;
+  params.lse = operands.saved_lse;
   if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
   gpu::RepairList dq_list{};
   if (problem.has_segment_ids) {
@@ -119,10 +121,9 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   }
 
   const int padded_q = params.num_q_tiles * kRows;
-  const gpu::DeltaParams rows = {params.score,  operands.saved_out,
-                                 operands.dout, operands.saved_lse,
-                                 operands.dlse, delta,
-                                 lse2,          padded_q};
+  const gpu::DeltaParams rows = {
+      params.score, operands.saved_out, operands.dout, operands.saved_lse, operands.dlse, delta,
+      lse2,         padded_q,           counters + 3};
   if (Status s = LaunchDelta<Element, kHeadDimV>(rows, operands, stream); !s.ok()) return s;
 
   BackwardTensors tensors{};
@@ -145,7 +146,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   const auto& o = operands;
   const gpu::RepairBackwardParams repair = {
       params.score, params.kv_plan, params.q_map, params.k_map, params.v_map, params.dout_map,
-      o.q.data,     o.k.data,       o.v.data,     o.dout.data,  params.lse2,  params.delta,
+      o.q.data,     o.k.data,       o.v.data,     o.dout.data,  o.saved_lse,  params.delta,
       padded_q,     o.dq.data,      o.dk.data,    o.dv.data,    dq_list,      params.repair};
   gpu::RepairDq<Element><<<num_sms, 32 * gpu::kStripRows, 0, stream>>>(repair);
   gpu::RepairDkv<Element><<<num_sms, 32 * gpu::kStripRows, 0, stream>>>(repair);

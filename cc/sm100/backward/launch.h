@@ -39,7 +39,7 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
     w.bytes += RoundUp(bytes, 128);
     return at;
   };
-  w.counters = take(3 * sizeof(int));
+  w.counters = take(4 * sizeof(int));
   // Everything up to and with dq is zeroed in one go.
   w.turns = take(p.deterministic ? q_tiles * kReduceWarps * int64_t{sizeof(int)} : 0);
   w.dq = take(rows * tile.head_dim * 4);
