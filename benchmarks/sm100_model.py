@@ -113,12 +113,17 @@ def count(lines: list[Line], marker: str, least: int) -> Counter | None:
         marked = [i for i in range(loop.first, loop.last + 1) if lines[i].opcode.startswith(marker)]
         if len(marked) < least:
             continue
-        middle = marked[len(marked) // 2]
-        before, after = shortest(lines, loop, loop.first, middle), shortest(lines, loop, middle, loop.last)
-        if before is None or after is None:
+        # Some of them may lie on ways that are seldom taken.
+        path: list[int] = []
+        for middle in (marked[len(marked) * i // 4] for i in (1, 2, 3)):
+            before = shortest(lines, loop, loop.first, middle)
+            after = shortest(lines, loop, middle, loop.last)
+            if before and after and (not path or len(before) + len(after) - 1 < len(path)):
+                path = [*before, *after[1:]]
+        if not path:
             continue
         units: Counter = Counter()
-        for i in [*before, *after[1:]]:
+        for i in path:
             units["issue"] += 1
             units["tensor"] += lines[i].opcode.startswith("UTCHMMA")
             units["local"] += lines[i].opcode.startswith(("LDL", "STL"))

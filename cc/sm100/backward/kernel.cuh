@@ -287,11 +287,10 @@ struct BackwardKernel {
     gpu::RingState<kStatsStages> stats_state;
     slot.phase = q_state.phase = dout_state.phase = stats_state.phase = 1;  // empty slots
     int kv_phase = 1;
-    int tile = blockIdx.x;
-    while (tile < p.order.num_tiles) {
-      const int next = gridDim.x + atomicAdd(p.next_tile, 1);
+    // A tile is claimed when the one before has been loaded.
+    for (int tile = blockIdx.x; tile < p.order.num_tiles;
+         tile = gridDim.x + atomicAdd(p.next_tile, 1)) {
       const TileInfo info = DescribeTile(p, tile);
-      tile = next;
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
       smem.info[slot.stage] = info;
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
@@ -607,7 +606,7 @@ struct BackwardKernel {
           "xor.b32 at, %0, %1;\n"
           "st.shared.v4.b32 [at], {%2, %3, %4, %5};\n"
           "}" ::"r"(row + key % 8 * 16),
-          "n"(i * 16), "r"(packed[4 * i]), "r"(packed[4 * i + 1]), "r"(packed[4 * i + 2]),
+          "r"(i * 16), "r"(packed[4 * i]), "r"(packed[4 * i + 1]), "r"(packed[4 * i + 2]),
           "r"(packed[4 * i + 3])
           : "memory");
     }

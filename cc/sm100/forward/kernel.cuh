@@ -466,10 +466,12 @@ struct ForwardKernel {
         sum.x *= rescale;
         sum.y *= rescale;
         float base = max == -gpu::kInf ? 0.f : max * factor;
-        if (fabsf(base) > gpu::kLargeBase) {
-          base = 0.f;
+        const bool is_large = fabsf(base) > gpu::kLargeBase;
+        if (__any_sync(0xffffffff, is_large)) {  // else nothing is subtracted by anybody
+          const float shift = is_large ? max : 0.f;
+          base = is_large ? 0.f : base;
 #pragma unroll
-          for (int i = 0; i < kKeys; ++i) s[i] -= max;
+          for (int i = 0; i < kKeys; ++i) s[i] -= shift;
         }
 #pragma unroll
         for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
