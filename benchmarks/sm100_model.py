@@ -128,6 +128,7 @@ def count(lines: list[Line], marker: str, least: int) -> Counter | None:
             units["tensor"] += lines[i].opcode.startswith("UTCHMMA")
             units["local"] += lines[i].opcode.startswith(("LDL", "STL"))
             units["shared loads"] += lines[i].opcode.startswith("LDS")
+            units["exponentials"] += lines[i].opcode.startswith("MUFU.EX2")
             for unit, pattern in UNITS:
                 if pattern.match(lines[i].opcode):
                     units[unit] += 1
@@ -191,6 +192,9 @@ def model(lines: list[Line], kernel: Kernel) -> dict[str, float] | None:
     if loop is None:
         return None
     warps = 8  # that share a step's exponentials, in both passes and in example 77
+    if kernel.is_backward:  # A pass of the loop may be part of a step.
+        passes = ROWS * KEYS / (32 * warps * loop["exponentials"])
+        loop = {unit: passes * number for unit, number in loop.items()}
     issue = warps * loop["issue"]
     if kernel.is_backward and (adds := count(lines, "REDG", 16)) is not None:
         issue += 4 * adds["issue"]
