@@ -1,6 +1,6 @@
 // Before the main backward kernel: delta = rowsum(out * dout) - dlse, and lse in log2 units, per
-// row, in padded arrays that bulk copies can load. Rows that see nothing get lse +inf, which makes
-// every probability of theirs 0.
+// row, in padded arrays that bulk copies can load, in the order of RowSlot. Rows that see nothing
+// get lse +inf, which makes every probability of theirs 0.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,6 +19,12 @@ struct DeltaParams {
 };
 
 inline constexpr int kDeltaRows = 64;
+
+// Where row i lies: in each 32 rows, those that one thread of an accumulator's quad holds follow
+// each other.
+__host__ __device__ constexpr int RowSlot(int i) {
+  return i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
+}
 
 // One block per kDeltaRows rows of one head; kLanes lanes read 8 elements each of one row.
 template <typename T, int kLanes>
@@ -60,7 +66,7 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
         }
         if (i >= q_length || lse == -kInf) lse = kInf;
       }
-      const int64_t at = static_cast<int64_t>(pair) * p.padded_q + i;
+      const int64_t at = static_cast<int64_t>(pair) * p.padded_q + RowSlot(i);
       p.delta[at] = sum;
       p.lse2[at] = lse * kLog2e;
     }

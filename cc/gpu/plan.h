@@ -26,9 +26,12 @@ struct Strip {
   int batch, head, row;
 };
 
+// Rows of a batch entry in a plan lie this far apart, so that whole tiles of them can be copied.
+constexpr int64_t PlanStride(int64_t seqlen) { return RoundUp(seqlen, 128); }
+
 inline int64_t SegmentPlanBytes(const Problem& p) {
   const int64_t chunks = CeilDiv(p.seqlen_kv, kRunChunk), blocks = CeilDiv(p.seqlen_q, kPlanRows);
-  return p.batch * (RoundUp(8 * p.seqlen_kv, 16) + RoundUp(8 * p.seqlen_q, 16)) +
+  return p.batch * (RoundUp(8 * p.seqlen_kv, 16) + 8 * PlanStride(p.seqlen_q)) +
          RoundUp(p.batch * 4 * (p.seqlen_kv + 1), 16) + 2 * RoundUp(p.batch * 4 * chunks, 16) +
          RoundUp(p.batch * blocks * int64_t{sizeof(PlanBlock)}, 16);
 }

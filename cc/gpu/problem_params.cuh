@@ -14,7 +14,8 @@ namespace jax_fmha::gpu {
 
 // What segment ids mean, computed on the device before the main kernel.
 struct SegmentPlan {
-  const int2* rows = nullptr;  // [batch, T]: first and one past the last key of the row's segment
+  // [batch, PlanStride(T)]: first and one past the last key of the row's segment
+  const int2* rows = nullptr;
   const PlanBlock* blocks = nullptr;  // [batch, ceil(T / kPlanRows)]
 };
 
@@ -146,7 +147,7 @@ __device__ __forceinline__ int2 RowInterval(const ScoreParams& s, const EntryLim
                                             int i) {
   int lo = max(0, i + e.lo_shift), hi = min(e.kv_length, i + e.hi_shift);
   if (s.plan.rows != nullptr && i < s.seqlen_q) {
-    const int2 run = s.plan.rows[static_cast<int64_t>(b) * s.seqlen_q + i];
+    const int2 run = s.plan.rows[b * PlanStride(s.seqlen_q) + i];
     lo = max(lo, run.x);
     hi = min(hi, run.y);
   }

@@ -1,6 +1,7 @@
 // Recomputes gradient rows that a NaN of another segment may have reached; see repair.cuh for why.
 #pragma once
 
+#include "cc/gpu/delta.cuh"
 #include "cc/gpu/repair.cuh"
 
 namespace jax_fmha::gpu {
@@ -61,8 +62,8 @@ struct BackwardRows {
       score = cap * t;
       slope = 1.f - t * t;
     }
-    const float probability = exp2f(score * kLog2e - lse2[i]);
-    return make_float2(probability, probability * (dp - delta[i]) * slope);
+    const float probability = exp2f(score * kLog2e - lse2[RowSlot(i)]);
+    return make_float2(probability, probability * (dp - delta[RowSlot(i)]) * slope);
   }
 };
 
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(32 * kStripRows)
     if (j >= s.seqlen_kv) continue;
     const int b = strip.batch;
     const EntryLimits limits = LimitsOf(s, b);
-    const int2 queries = p.kv_plan.rows[static_cast<int64_t>(b) * s.seqlen_kv + j];
+    const int2 queries = p.kv_plan.rows[b * PlanStride(s.seqlen_kv) + j];
     float dk[kRepairColumns] = {}, dv[kRepairColumns] = {}, scale = 0.f;
     for (int head = strip.head * s.group_size; head < (strip.head + 1) * s.group_size; ++head) {
       const BackwardRows<T> rows(p, b, head);

@@ -17,7 +17,7 @@ struct RunParams {
                       // before into it
   int* run_start;     // [batch, S + 1]: first key of each run, then S
   int64_t* run_id;    // [batch, S]
-  int2* rows;         // [batch, T]
+  int2* rows;         // [batch, PlanStride(T)]
   PlanBlock* blocks;  // [batch, num_plan_blocks]
 };
 
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(128) PlanRows(const __grid_constant__ RunParam
     const int h = head_of[threadIdx.x];
     const bool is_empty = head_matches[h] == 0;
     const int2 row = is_empty ? make_int2(0, 0) : make_int2(head_lo[h], head_hi[h]);
-    p.rows[static_cast<int64_t>(b) * p.seqlen_q + first + threadIdx.x] = row;
+    p.rows[b * PlanStride(p.seqlen_q) + first + threadIdx.x] = row;
     if (!is_empty) {
       atomicMin(&block.lo_min, row.x);
       atomicMax(&block.hi_max, row.y);
@@ -181,7 +181,7 @@ cudaError_t RunSegmentPlan(const ScoreParams& s, char* memory, cudaStream_t stre
   };
   const int64_t batch = s.batch;
   p.run_id = reinterpret_cast<int64_t*>(take(batch * 8 * s.seqlen_kv));
-  p.rows = reinterpret_cast<int2*>(take(batch * 8 * s.seqlen_q));
+  p.rows = reinterpret_cast<int2*>(take(batch * 8 * PlanStride(s.seqlen_q)));
   p.run_start = reinterpret_cast<int*>(take(batch * 4 * (s.seqlen_kv + 1)));
   p.chunk_runs = reinterpret_cast<int*>(take(batch * 4 * p.num_chunks));
   p.chunk_sorted = reinterpret_cast<int*>(take(batch * 4 * p.num_chunks));

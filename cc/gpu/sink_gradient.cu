@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(256) SinkGradient(const __grid_constant__ Sink
     const float* delta = p.delta + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
     const int q_length = LimitsOf(s, b).q_length;  // rows beyond have no gradient
     for (int i = threadIdx.x; i < q_length; i += 256) {
-      if (lse[i] != -kInf) sum -= expf(sink - lse[i]) * delta[i];
+      if (lse[i] != -kInf) sum -= expf(sink - lse[i]) * delta[RowSlot(i)];
     }
   }
   partial[threadIdx.x] = sum;

@@ -12,9 +12,6 @@ namespace {
 
 std::string Refusal(const Problem& p, const Device& device) {
   if (std::string reason = SharedRefusal(p, device); !reason.empty()) return reason;
-  if (p.head_dim > kBackwardMaxHeadDim || p.head_dim_v > kBackwardMaxHeadDim) {
-    return "head_dim above " + std::to_string(kBackwardMaxHeadDim) + " in the backward";
-  }
   if (p.deterministic && p.has_segment_ids) {
     return "deterministic=True with segment_ids: dq is added in the order in which blocks finish";
   }

@@ -45,32 +45,42 @@ struct BackwardKernel {
                        kBlockKv = kBlockKv_, kStages = kStages_, kBoxCols = kBoxCols_;
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  static_assert(kStages >= 2);  // a warpgroup may read dS of the step before
   static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
-  // dv may start before dS is worked out where registers allow for both operands.
-  static constexpr bool kEarlyDv = kBlockQ == 64;
-  static_assert(kBlockKv == 64 * kConsumers);
   static constexpr bool kHasElements = kMode == ForwardMode::kGeneral;
-  static constexpr bool kDqByRows =
-      kBlockQ == 128;  // dq's rows, else its columns, are shared out to the warpgroups
+  // Wide heads: the warpgroups share out the columns of dk and dv, and the queries of S^T and dP^T,
+  // instead of the keys of all four; P^T and dS^T then reach the products through shared memory.
+  static constexpr bool kSplitsColumns = kHeadDim > 128;
+  static constexpr int kGroupKv = 64;  // keys and queries of a warpgroup's part of S^T
+  static constexpr int kGroupQ = kSplitsColumns ? kBlockQ / kConsumers : kBlockQ;
+  static_assert(kBlockKv == (kSplitsColumns ? 64 : 64 * kConsumers));
+  // dv may start before dS is worked out where registers allow for both operands.
+  static constexpr bool kEarlyDv = !kSplitsColumns && kBlockQ == 64;
+  // dq's rows, else its columns, are shared out to the warpgroups.
+  static constexpr bool kDqByRows = kBlockQ == 128;
+  static constexpr int kDkCols = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim,
+                       kDvCols = kSplitsColumns ? kHeadDimV / kConsumers : kHeadDimV,
+                       kDqCols = kDqByRows ? kHeadDim : kHeadDim / kConsumers;
 
-  using GroupsM = Layout<Shape<_2, _1, _1>>;
-  using GroupsDq =
-      std::conditional_t<kDqByRows, Layout<Shape<_2, _1, _1>>, Layout<Shape<_1, _2, _1>>>;
-  static constexpr int kDqCols = kDqByRows ? kHeadDim : kHeadDim / 2;
+  using GroupsM = Layout<Shape<Int<kConsumers>, _1, _1>>;
+  using GroupsN = Layout<Shape<_1, Int<kConsumers>, _1>>;
+  using GroupsKv = std::conditional_t<kSplitsColumns, GroupsN, GroupsM>;
+  using GroupsDq = std::conditional_t<kDqByRows, GroupsM, GroupsN>;
+  template <int kCols>
+  static constexpr auto SelectDkv() {
+    using Tile = Shape<Int<kBlockKv>, Int<kCols>, Int<kBlockQ>>;
+    if constexpr (kSplitsColumns) {
+      return GMMA::ss_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>();
+    } else {
+      return GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>();
+    }
+  }
   using MmaS = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float,
-                           Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kHeadDim>>>(),
-      GroupsM{}));
-  using MmaDv = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float,
-                           Shape<Int<kBlockKv>, Int<kHeadDimV>, Int<kBlockQ>>, GMMA::Major::K,
-                           GMMA::Major::MN>(),
-      GroupsM{}));
-  using MmaDk = decltype(make_tiled_mma(
-      GMMA::rs_op_selector<Element, Element, float,
-                           Shape<Int<kBlockKv>, Int<kHeadDim>, Int<kBlockQ>>, GMMA::Major::K,
-                           GMMA::Major::MN>(),
-      GroupsM{}));
+                           Shape<Int<kBlockKv>, Int<kGroupQ>, Int<kHeadDim>>>(),
+      GroupsKv{}));
+  using MmaDv = decltype(make_tiled_mma(SelectDkv<kDvCols>(), GroupsKv{}));
+  using MmaDk = decltype(make_tiled_mma(SelectDkv<kDkCols>(), GroupsKv{}));
   using MmaDq =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
                                                    Shape<Int<kBlockQ>, Int<kDqCols>, Int<kBlockKv>>,
@@ -95,9 +105,11 @@ struct BackwardKernel {
   using LayoutDot = decltype(tile_to_shape(
       AtomMn{}, Shape<Int<kHeadDimV>, Int<kBlockQ>, Int<kStages>>{}, Step<_2, _1, _3>{}));
   // dS as (query, key) with queries contiguous: [query block of 64][key][64].
-  using LayoutDs =
-      decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                             Shape<Int<kBlockQ>, Int<kBlockKv>, _2>{}, Step<_2, _1, _3>{}));
+  using LayoutDs = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
+                                          Shape<Int<kBlockQ>, Int<kBlockKv>, Int<kStages>>{},
+                                          Step<_2, _1, _3>{}));
+  using LayoutDst = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
+                                           Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kStages>>{}));
 
   struct TileInfo {
     int is_last;
@@ -112,10 +124,12 @@ struct BackwardKernel {
     alignas(1024) Element v[kBlockKv * kHeadDimV];
     alignas(1024) Element q[kStages][kBlockQ * kHeadDim];
     alignas(1024) Element dout[kStages][kBlockQ * kHeadDimV];
-    alignas(1024) Element ds[2][kBlockQ * kBlockKv];
-    alignas(1024) float dq[kBlockQ * kHeadDim];
+    alignas(1024) Element ds[kStages][kBlockQ * kBlockKv];
+    alignas(1024) Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kBlockQ];
+    alignas(128) int2 runs[kStages][kBlockQ];
+    int flags[kStages];  // StepFlags
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     TileInfo info[2];
@@ -170,33 +184,54 @@ struct BackwardKernel {
   // Producer
   // ----------------------------------------------------------------------------------------------------------
 
-  static __device__ __forceinline__ void LoadBulk(float* smem, const float* from,
+  static __device__ __forceinline__ void LoadBulk(void* smem, const void* from, int bytes,
                                                   gpu::Barrier* bar) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(gpu::SmemAddress(smem)),
-        "l"(from), "r"(kBlockQ * 4), "r"(gpu::SmemAddress(bar))
+        "l"(from), "r"(bytes), "r"(gpu::SmemAddress(bar))
         : "memory");
+  }
+
+  // What a step must select: nothing where every pair of its tile is allowed.
+  static constexpr int kIsFull = 1, kIsScattered = 2;
+  static __device__ __forceinline__ int StepFlags(const gpu::ScoreParams& s, const TileInfo& info,
+                                                  int q_first) {
+    const gpu::EntryLimits& e = info.limits;
+    const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
+    bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
+                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise;
+    bool is_scattered = false;
+    if (s.plan.blocks != nullptr) {
+      const int num_blocks = (s.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
+      const gpu::PlanBlock* blocks = s.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
+      for (int i = q_first / gpu::kPlanRows;
+           i < min(num_blocks, (q_first + kBlockQ) / gpu::kPlanRows); ++i) {
+        is_full &= info.kv_first >= blocks[i].lo_max && kv_last < blocks[i].hi_min;
+        is_scattered |= blocks[i].is_scattered;
+      }
+      is_full &= !is_scattered;
+    }
+    return (is_full ? kIsFull : 0) | (is_scattered ? kIsScattered : 0);
   }
 
   static __device__ __forceinline__ void Produce(
       const BackwardParams& p, const CUtensorMap* q_tensor, const CUtensorMap* k_tensor,
       const CUtensorMap* v_tensor, const CUtensorMap* dout_tensor, SharedStorage& smem) {
     const gpu::ScoreParams& s = p.score;
-    gpu::RingState<kStages> q_state, dout_state;
-    q_state.phase = dout_state.phase = 1;
+    gpu::RingState<kStages> state;
+    state.phase = 1;  // empty slots
     int kv_phase = 1, slot = 0;
     int tile = blockIdx.x;
     while (tile < p.num_tiles) {
-      const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info = DescribeTile(p, tile);
       gpu::Wait(&smem.kv_empty, kv_phase);
       kv_phase ^= 1;
-      smem.info[slot] = info;
+      smem.info[slot] = DescribeTile(p, tile);
+      const TileInfo& info = smem.info[slot];
       slot ^= 1;
-      tile = next;
       if (info.q_begin == info.q_end) {
         gpu::Arrive(&smem.kv_full);
+        tile = gridDim.x + atomicAdd(p.next_tile, 1);
         continue;
       }
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
@@ -209,28 +244,37 @@ struct BackwardKernel {
                                                   kv_valid, info.kv_head, k_entry);
       gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, info.kv_first,
                                                    kv_valid, info.kv_head, v_entry);
+      const bool has_runs = s.plan.rows != nullptr;
       for (int g = 0; g < s.group_size; ++g) {
         const int head = info.kv_head * s.group_size + g;
         const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
         for (int m = info.q_begin; m < info.q_end; ++m) {
           const int first = m * kBlockQ;
           const int valid = min(kBlockQ, info.limits.q_length - first);
-          gpu::Wait(&smem.q_ring.empty[q_state.stage], q_state.phase);
-          gpu::Barrier* full = &smem.q_ring.full[q_state.stage];
-          gpu::ArriveExpect(full, kBlockQ * (kHeadDim * 2 + 8));
-          gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[q_state.stage], q_tensor, full, first,
+          const int flags = StepFlags(s, info, first);
+          gpu::Wait(&smem.q_ring.empty[state.stage], state.phase);
+          gpu::Barrier* full = &smem.q_ring.full[state.stage];
+          smem.flags[state.stage] = flags;
+          gpu::ArriveExpect(full, kBlockQ * (kHeadDim * 2 + (has_runs ? 16 : 8)));
+          gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[state.stage], q_tensor, full, first,
                                                      valid, head, q_entry);
-          LoadBulk(smem.lse2[q_state.stage], p.lse2 + rows + first, full);
-          LoadBulk(smem.delta[q_state.stage], p.delta + rows + first, full);
-          q_state.Next();
-          gpu::Wait(&smem.dout_ring.empty[dout_state.stage], dout_state.phase);
-          full = &smem.dout_ring.full[dout_state.stage];
+          LoadBulk(smem.lse2[state.stage], p.lse2 + rows + first, kBlockQ * 4, full);
+          LoadBulk(smem.delta[state.stage], p.delta + rows + first, kBlockQ * 4, full);
+          if (has_runs) {
+            LoadBulk(smem.runs[state.stage],
+                     s.plan.rows + info.batch * gpu::PlanStride(s.seqlen_q) + first, kBlockQ * 8,
+                     full);
+          }
+          gpu::Wait(&smem.dout_ring.empty[state.stage], state.phase);
+          full = &smem.dout_ring.full[state.stage];
           gpu::ArriveExpect(full, kBlockQ * kHeadDimV * 2);
-          gpu::LoadRows<kBlockQ, kHeadDimV, kBoxCols>(smem.dout[dout_state.stage], dout_tensor,
-                                                      full, first, valid, head, dout_entry);
-          dout_state.Next();
+          gpu::LoadRows<kBlockQ, kHeadDimV, kBoxCols>(smem.dout[state.stage], dout_tensor, full,
+                                                      first, valid, head, dout_entry);
+          state.Next();
         }
       }
+      // Not earlier: a tile claimed ahead of time waits while other blocks idle.
+      tile = gridDim.x + atomicAdd(p.next_tile, 1);
     }
     gpu::Wait(&smem.kv_empty, kv_phase);
     smem.info[slot].is_last = 1;
@@ -252,53 +296,69 @@ struct BackwardKernel {
     warpgroup_commit_batch();
   }
 
-  static constexpr int kScoreRegs = kBlockQ / 2;
+  static constexpr int kScoreRegs = kGroupQ / 2;
   static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
 
-  // Scores of one (query tile, key tile) as S^T, in exponent units of `factor`. Returns whether any
-  // pair was masked.
-  static __device__ __forceinline__ bool FinishScores(const BackwardParams& p, const TileInfo& info,
-                                                      int head, int q_first, const int (&kv)[2],
-                                                      float scale, float cap, bool is_transformed,
-                                                      float (&s)[kScoreRegs]) {
-    const gpu::ScoreParams& sp = p.score;
-    const gpu::EntryLimits& e = info.limits;
-    const int col = 2 * (threadIdx.x % 4);
-    if (is_transformed) {
+  // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
+  // whose other is i + 2. The values lie in the order of RowSlot.
+  template <class F>
+  static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
-      if constexpr (kHasElements) {
-        if (sp.bias.data != nullptr) {
-          const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
-          if (sp.bias.dtype == DType::kF32) {
-            AddBias<float>(sp, rules, q_first + col, kv, s);
-          } else {
-            AddBias<uint16_t>(sp, rules, q_first + col, kv, s);
-          }
+    for (int block = 0; block < kGroupQ / 32; ++block) {
+      const float4* from =
+          reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4 x = from[half];
+        const int i = block * 16 + half * 8;
+        f(i, x.x);
+        f(i + 1, x.y);
+        f(i + 4, x.z);
+        f(i + 5, x.w);
+      }
+    }
+  }
+
+  // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
+  struct Scores {
+    float scale, cap, factor;  // the exponent is factor * score
+    bool is_transformed;
+    int kv[2];  // keys of this thread
+  };
+
+  // Bias and soft cap, which no factor of the exponent can express.
+  static __device__ __forceinline__ void TransformScores(const gpu::ScoreParams& sp,
+                                                         const TileInfo& info, const Scores& x,
+                                                         int head, int q_first,
+                                                         float (&s)[kScoreRegs]) {
+#pragma unroll
+    for (int i = 0; i < kScoreRegs; ++i) s[i] *= x.scale;
+    if constexpr (kHasElements) {
+      if (sp.bias.data != nullptr) {
+        const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
+        const int first_row = q_first + 2 * (threadIdx.x % 4);
+        if (sp.bias.dtype == DType::kF32) {
+          AddBias<float>(sp, rules, first_row, x.kv, s);
+        } else {
+          AddBias<uint16_t>(sp, rules, first_row, x.kv, s);
         }
       }
-      if (cap > 0.f) {
-        const float inverse = 1.f / cap;
+    }
+    if (x.cap > 0.f) {
+      const float inverse = 1.f / x.cap;
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
-      }
+      for (int i = 0; i < kScoreRegs; ++i) s[i] = x.cap * gpu::Tanh(s[i] * inverse);
     }
-    // Every pair of the tile allowed: nothing to select.
-    const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
-    bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
-                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise;
-    bool is_scattered = false;
-    if (sp.plan.blocks != nullptr) {
-      const int num_blocks = (sp.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
-      const gpu::PlanBlock* blocks = sp.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
-      for (int i = q_first / gpu::kPlanRows;
-           i < min(num_blocks, (q_first + kBlockQ) / gpu::kPlanRows); ++i) {
-        is_full &= info.kv_first >= blocks[i].lo_max && kv_last < blocks[i].hi_min;
-        is_scattered |= blocks[i].is_scattered;
-      }
-      is_full &= !is_scattered;
-    }
-    if (is_full) return false;
+  }
+
+  // Selects among scores of a tile that not every pair of may attend; `runs` are those of the
+  // queries.
+  static __device__ __forceinline__ void MaskScores(const gpu::ScoreParams& sp,
+                                                    const TileInfo& info, int flags,
+                                                    const int2* runs, int head, int q_first,
+                                                    const int (&kv)[2], float (&s)[kScoreRegs]) {
+    const gpu::EntryLimits e = info.limits;
+    const int col = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // lo_shift <= key - query < hi_shift; a key past kv_length fails for every query.
@@ -315,40 +375,40 @@ struct BackwardKernel {
       }
     }
     if (sp.plan.rows != nullptr) {
-      const int2* runs = sp.plan.rows + static_cast<int64_t>(info.batch) * sp.seqlen_q;
 #pragma unroll
       for (int i = 0; i < kScoreRegs / 4; ++i) {
+        const int4 pair = *reinterpret_cast<const int4*>(runs + i * 8 + col);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int2 run = runs[min(q_first + col + i * 8 + c, sp.seqlen_q - 1)];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float& x = s[i * 4 + r * 2 + c];
-            x = kv[r] >= run.x && kv[r] < run.y ? x : -gpu::kInf;
-          }
+        for (int r = 0; r < 2; ++r) {
+          float& x = s[i * 4 + r * 2];
+          float& y = s[i * 4 + r * 2 + 1];
+          x = kv[r] >= pair.x && kv[r] < pair.y ? x : -gpu::kInf;
+          y = kv[r] >= pair.z && kv[r] < pair.w ? y : -gpu::kInf;
         }
       }
     }
-    if (info.is_elementwise || is_scattered) {
-      const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, is_scattered);
-      uint32_t keep[(kScoreRegs + 31) / 32];
+    const bool is_scattered = flags & kIsScattered;
+    if (!info.is_elementwise && !is_scattered) return;
+    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, is_scattered);
+    constexpr int kBits = kScoreRegs < 32 ? kScoreRegs : 32;
+    uint32_t keep[kScoreRegs / kBits];
 #pragma unroll
-      for (int word = 0; word < (kScoreRegs + 31) / 32; ++word) {
-        keep[word] = 0;
+    for (int word = 0; word < kScoreRegs / kBits; ++word) {
+      keep[word] = 0;
 #pragma unroll 1
-        for (int bit = 0; bit < 32; ++bit) {
-          const int i = word * 32 + bit;
-          const int j = min(i & 2 ? kv[1] : kv[0], sp.seqlen_kv - 1);
-          const int row = min(q_first + i / 4 * 8 + col + i % 2, sp.seqlen_q - 1);
-          keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
-                                                           : gpu::KeepSegment(rules, row, j))
-                        << bit;
-        }
+      for (int bit = 0; bit < kBits; ++bit) {
+        const int i = word * kBits + bit;
+        const int j = min(i & 2 ? kv[1] : kv[0], sp.seqlen_kv - 1);
+        const int row = min(q_first + i / 4 * 8 + col + i % 2, sp.seqlen_q - 1);
+        keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
+                                                         : gpu::KeepSegment(rules, row, j))
+                      << bit;
       }
-#pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) s[i] = keep[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
     }
-    return true;
+#pragma unroll
+    for (int i = 0; i < kScoreRegs; ++i) {
+      s[i] = keep[i / kBits] >> i % kBits & 1 ? s[i] : -gpu::kInf;
+    }
   }
 
   template <typename T>
@@ -370,18 +430,17 @@ struct BackwardKernel {
     }
   }
 
-  // dS^T of this warp into [query block][key][64], 128-byte swizzled.
-  static __device__ __forceinline__ void StoreDs(Element* ds, int group,
-                                                 const uint32_t (&x)[kScoreRegs / 2]) {
+  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
+  static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
+                                                         const uint32_t (&x)[kScoreRegs / 2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const int row =
-        lane %
-        16;  // of the warp's 16 keys: the first 8 lanes address rows 0-7, the next 8 rows 8-15
-    const int key = group * 64 + warp * 16 + row;
+    // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
+    const int row = lane % 16;
+    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
 #pragma unroll
-    for (int g = 0; g < kBlockQ / 8; g += 2) {
-      const int chunk = g + lane / 16;  // 8 queries
-      const uint32_t address = gpu::SmemAddress(ds) + (chunk / 8) * kBlockKv * 128 + key * 128 +
+    for (int g = 0; g < kGroupQ / 8; g += 2) {
+      const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
+      const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
                                ((chunk % 8) ^ (row % 8)) * 16;
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -390,46 +449,43 @@ struct BackwardKernel {
     }
   }
 
-  // Adds a step's dq to device memory: each thread's registers go to shared memory in their own
-  // order, from where one thread has them added in bulk. With `turns` key tiles take turns in their
-  // order, so that every run adds in the same order; a tile's turn is the number of tiles before it
-  // that add to the same queries. Blocks start tiles in that order too, so the tile waited for is
-  // running or done.
+  // Adds a step's dq to device memory, each thread's registers in their own order. With `turns` key
+  // tiles take turns in their order, so that every run adds in the same order; a tile's turn is the
+  // number of tiles before it that add to the same queries. Blocks start tiles in that order too,
+  // so the tile waited for is running or done.
   template <class Dq>
-  static __device__ __forceinline__ void AddDq(const BackwardParams& p, SharedStorage& smem,
-                                               const TileInfo& info, int head, int m, int group,
-                                               const Dq& dq) {
+  static __device__ __forceinline__ void AddDq(const BackwardParams& p, const TileInfo& info,
+                                               int head, int m, int group, const Dq& dq) {
     constexpr int kFloats = kBlockQ * kHeadDim / kConsumers;
     const int thread = threadIdx.x % 128;
-    float* from = smem.dq + group * kFloats;
+    const int tile = (info.batch * p.score.num_q_heads + head) * p.num_q_tiles + m;
+    const int64_t part = static_cast<int64_t>(tile) * kConsumers + group;
+    int *turn = nullptr, mine = 0;
+    if (p.turns != nullptr) {
+      turn = p.turns + part;
+      mine = info.kv_first / kBlockKv - FirstKvTile(info, m);
+      if (thread == 0) {
+        int now;
+        do {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        } while (now != mine);
+      }
+      gpu::NamedSync(kDqBar + group, 128);
+    }
+    float* to = p.dq + part * kFloats + thread * 4;
 #pragma unroll
     for (int i = 0; i < size(dq) / 4; ++i) {
-      *reinterpret_cast<float4*>(from + (i * 128 + thread) * 4) =
-          make_float4(dq(i * 4), dq(i * 4 + 1), dq(i * 4 + 2), dq(i * 4 + 3));
+      asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
+                   "f"(dq(i * 4)), "f"(dq(i * 4 + 1)), "f"(dq(i * 4 + 2)), "f"(dq(i * 4 + 3))
+                   : "memory");
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    gpu::NamedSync(kDqBar + group, 128);
-    if (thread != 0) return;
-    const int64_t tile =
-        (static_cast<int64_t>(info.batch) * p.score.num_q_heads + head) * p.num_q_tiles + m;
-    int* turn = p.turns == nullptr ? nullptr : p.turns + tile * kConsumers + group;
-    const int mine = turn == nullptr ? 0 : info.kv_first / kBlockKv - FirstKvTile(info, m);
     if (turn != nullptr) {
-      int now;
-      do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-      } while (now != mine);
-    }
-    asm volatile(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-        "cp.async.bulk.commit_group;" ::"l"(p.dq + (tile * kConsumers + group) * kFloats),
-        "r"(gpu::SmemAddress(from)), "r"(kFloats * 4)
-        : "memory");
-    if (turn != nullptr) {
-      // Complete, not merely read, before the next tile may add.
-      asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      // Complete before the next tile may add.
       __threadfence();
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
+      gpu::NamedSync(kDqBar + group, 128);
+      if (thread == 0) {
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
+      }
     }
   }
 
@@ -456,6 +512,8 @@ struct BackwardKernel {
     Tensor sQt = make_tensor(make_smem_ptr(smem.q[0]), LayoutQt{});
     Tensor sDot = make_tensor(make_smem_ptr(smem.dout[0]), LayoutDot{});
     Tensor sDs = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDs{});
+    Tensor sPt = make_tensor(make_smem_ptr(smem.p[0]), LayoutDst{});
+    Tensor sDst = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDst{});
     MmaS mma_s;
     MmaDv mma_dv;
     MmaDk mma_dk;
@@ -472,183 +530,207 @@ struct BackwardKernel {
     Tensor tKrQ = thread_dk.partition_fragment_B(sQt);
     Tensor tQrDs = thread_dq.partition_fragment_A(sDs);
     Tensor tQrK = thread_dq.partition_fragment_B(sKt);
-    Tensor tS = partition_fragment_C(mma_s, Shape<Int<kBlockKv>, Int<kBlockQ>>{});
-    Tensor tDp = partition_fragment_C(mma_s, Shape<Int<kBlockKv>, Int<kBlockQ>>{});
+    constexpr auto kScoreShape = Shape<Int<kBlockKv>, Int<kBlockQ>>{};
+    Tensor tS = partition_fragment_C(mma_s, kScoreShape);
+    Tensor tDp = partition_fragment_C(mma_s, kScoreShape);
     Tensor tDv = partition_fragment_C(mma_dv, Shape<Int<kBlockKv>, Int<kHeadDimV>>{});
     Tensor tDk = partition_fragment_C(mma_dk, Shape<Int<kBlockKv>, Int<kHeadDim>>{});
-    Tensor tP =
-        make_tensor<Element>(partition_shape_A(mma_dv, Shape<Int<kBlockKv>, Int<kBlockQ>>{}));
-    Tensor tDs =
-        make_tensor<Element>(partition_shape_A(mma_dk, Shape<Int<kBlockKv>, Int<kBlockQ>>{}));
+    // 16-bit P^T and dS^T: operands of dv and dk, in registers unless these go by columns.
+    Tensor tP = make_tensor<Element>(Shape<Int<kScoreRegs>>{});
+    Tensor tDs = make_tensor<Element>(Shape<Int<kScoreRegs>>{});
+    auto operand = [&](auto& mma, auto& registers, const auto& shared, int stage) {
+      if constexpr (kSplitsColumns) {
+        return mma.get_slice(thread).partition_fragment_A(shared)(_, _, _, stage);
+      } else {
+        return make_tensor(registers.data(), partition_shape_A(mma, kScoreShape));
+      }
+    };
     float (&s)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tS.data());
     float (&dp)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tDp.data());
-    float (&dv)[kHeadDimV / 2] = *reinterpret_cast<float (*)[kHeadDimV / 2]>(tDv.data());
-    float (&dk)[kHeadDim / 2] = *reinterpret_cast<float (*)[kHeadDim / 2]>(tDk.data());
+    float (&dv)[kDvCols / 2] = *reinterpret_cast<float (*)[kDvCols / 2]>(tDv.data());
+    float (&dk)[kDkCols / 2] = *reinterpret_cast<float (*)[kDkCols / 2]>(tDk.data());
     // One lane speaks for its warp, once all of them have read.
     auto release = [&](gpu::Barrier* bar) {
       __syncwarp();
       if (lane == 0) gpu::Arrive(bar);
     };
 
-    gpu::RingState<kStages> q_state, dout_state;
-    int kv_phase = 0, slot = 0, ds_slot = 0;
+    gpu::RingState<kStages> state;
+    int kv_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
-      const TileInfo info = smem.info[slot];
+      const TileInfo& info = smem.info[slot];
       slot ^= 1;
       if (info.is_last) break;
-      const float scale = gpu::ScaleOf(sp, info.batch);
-      const float cap =
-          sp.logits_soft_cap.data == nullptr
-              ? 0.f
-              : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
-                                     gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
-      const bool is_transformed = sp.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
-                                  (kHasElements && sp.bias.data != nullptr);
-      const float factor = is_transformed ? gpu::kLog2e : scale * gpu::kLog2e;
-      int kv[2];
+      Scores x;
+      x.scale = gpu::ScaleOf(sp, info.batch);
+      x.cap = sp.logits_soft_cap.data == nullptr
+                  ? 0.f
+                  : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
+                                         gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
+      x.is_transformed = sp.logits_soft_cap.data != nullptr || !(x.scale > 0.f) ||
+                         (kHasElements && sp.bias.data != nullptr);
+      x.factor = x.is_transformed ? gpu::kLog2e : x.scale * gpu::kLog2e;
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        kv[r] = info.kv_first + group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
-      bool accumulates = false;
+      for (int r = 0; r < 2; ++r) {
+        x.kv[r] = info.kv_first + (kSplitsColumns ? 0 : group * kGroupKv) +
+                  threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * r;
+      }
+      clear(tDk);
+      clear(tDv);
+
       // Steps: the query tiles of one head after those of another.
       const int num_steps = sp.group_size * (info.q_end - info.q_begin);
       int head = info.kv_head * sp.group_size, m = info.q_begin;
       for (int step = 0; step < num_steps; ++step) {
-        gpu::Wait(&smem.q_ring.full[q_state.stage], q_state.phase);
+        const int stage = state.stage;
+        const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
+        gpu::Wait(&smem.q_ring.full[stage], state.phase);
+        // dP^T starts from -delta, so that nothing is left to subtract.
+        ForRows(smem.delta[stage] + q_offset, [&](int i, float delta) {
+          dp[i] = -delta;
+          dp[i + 2] = -delta;
+        });
         warpgroup_fence_operand(tS);
         warpgroup_fence_operand(tDp);
         warpgroup_arrive();
-        Gemm(mma_s, tSrK, tSrQ(_, _, _, q_state.stage), tS, false);
-        gpu::Wait(&smem.dout_ring.full[dout_state.stage], dout_state.phase);
-        Gemm(mma_s, tPrV, tPrDo(_, _, _, dout_state.stage), tDp, false);
+        Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
+        const int flags = smem.flags[stage];
+        float lse2[kScoreRegs / 2];
+        ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, true);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
-        const bool is_partial =
-            FinishScores(p, info, head, m * kBlockQ, kv, scale, cap, is_transformed, s);
-        const float* lse2 = smem.lse2[q_state.stage] + 2 * (lane % 4);
-        const float* delta = smem.delta[q_state.stage] + 2 * (lane % 4);
+        if (x.is_transformed) {
+          TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
+        }
+        if (!(flags & kIsFull)) {
+          MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
+                     x.kv, s);
+        }
 #pragma unroll
-        for (int i = 0; i < kScoreRegs / 4; ++i) {
-          const float2 l = *reinterpret_cast<const float2*>(lse2 + i * 8);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            s[i * 4 + r * 2] = gpu::Exp2(s[i * 4 + r * 2] * factor - l.x);
-            s[i * 4 + r * 2 + 1] = gpu::Exp2(s[i * 4 + r * 2 + 1] * factor - l.y);
-          }
+        for (int i = 0; i < kScoreRegs; ++i) {
+          s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
+        auto add_dv = [&] {
+          auto p_operand = operand(mma_dv, tP, sPt, stage);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
+          warpgroup_fence_operand(tDv);
+          warpgroup_arrive();
+          Gemm(mma_dv, p_operand, tVrDo(_, _, _, stage), tDv, true);
+        };
         if constexpr (kEarlyDv) {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
-          warpgroup_fence_operand(tP);
-          warpgroup_fence_operand(tDv);
-          warpgroup_arrive();
-          Gemm(mma_dv, tP, tVrDo(_, _, _, dout_state.stage), tDv, accumulates);
+          add_dv();
           warpgroup_wait<1>();
         } else {
           warpgroup_wait<0>();
         }
         warpgroup_fence_operand(tDp);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs / 4; ++i) {
-          const float2 d = *reinterpret_cast<const float2*>(delta + i * 8);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            dp[i * 4 + r * 2] = s[i * 4 + r * 2] * (dp[i * 4 + r * 2] - d.x);
-            dp[i * 4 + r * 2 + 1] = s[i * 4 + r * 2 + 1] * (dp[i * 4 + r * 2 + 1] - d.y);
-          }
-        }
-        if (cap > 0.f) {
+        for (int i = 0; i < kScoreRegs; ++i) dp[i] *= s[i];
+        if (x.cap > 0.f) {
           // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
           // probability.
-          const float inverse = gpu::kLn2 / cap;
+          const float inverse = gpu::kLn2 / x.cap;
+          ForRows(smem.lse2[stage] + q_offset, [&](int i, float lse2) {
 #pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) {
-            const float t = (__log2f(s[i]) + lse2[i / 4 * 8 + i % 2]) * inverse;
-            dp[i] = s[i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
-          }
+            for (int r = 0; r < 4; r += 2) {
+              const float t = (__log2f(s[i + r]) + lse2) * inverse;
+              dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
+            }
+          });
         }
-        if (is_partial) {  // 0 * NaN of a pair that is not allowed
+        if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
         }
         if constexpr (!kEarlyDv) {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
+          if constexpr (kSplitsColumns) {
+            StoreTransposed(smem.p[stage], group,
+                            *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tP(0)));
+          }
         }
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
-        StoreDs(smem.ds[ds_slot], group,
-                *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
-        if constexpr (!kEarlyDv) {
-          warpgroup_fence_operand(tP);
-          warpgroup_fence_operand(tDv);
-          warpgroup_arrive();
-          Gemm(mma_dv, tP, tVrDo(_, _, _, dout_state.stage), tDv, accumulates);
-        }
+        StoreTransposed(smem.ds[stage], group,
+                        *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
+        if constexpr (!kEarlyDv && !kSplitsColumns) add_dv();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        // After this barrier the buffer of dq is free again, too.
-        if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
         gpu::NamedSync(kDsBar, 128 * kConsumers);
+        if constexpr (kSplitsColumns) add_dv();
+        auto ds_operand = operand(mma_dk, tDs, sDst, stage);
         Tensor tDq = partition_fragment_C(mma_dq, Shape<Int<kBlockQ>, Int<kHeadDim>>{});
-        warpgroup_fence_operand(tDq);
-        warpgroup_fence_operand(tDs);
+        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
         warpgroup_fence_operand(tDk);
+        warpgroup_fence_operand(tDq);
         warpgroup_arrive();
-        Gemm(mma_dq, tQrDs(_, _, _, ds_slot), tQrK, tDq, false);
-        Gemm(mma_dk, tDs, tKrQ(_, _, _, q_state.stage), tDk, accumulates);
-        accumulates = true;
-        ds_slot ^= 1;
-        warpgroup_wait<1>();
+        Gemm(mma_dq, tQrDs(_, _, _, stage), tQrK, tDq, false);
+        Gemm(mma_dk, ds_operand, tKrQ(_, _, _, stage), tDk, true);
+        warpgroup_wait<1>();  // all but dk
         warpgroup_fence_operand(tDq);
         warpgroup_fence_operand(tDv);
-        warpgroup_fence_operand(tP);
-        release(&smem.dout_ring.empty[dout_state.stage]);
-        dout_state.Next();
-        AddDq(p, smem, info, head, m, group, tDq);
+        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
+        release(&smem.dout_ring.empty[stage]);
+        AddDq(p, info, head, m, group, tDq);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
-        warpgroup_fence_operand(tDs);
-        release(&smem.q_ring.empty[q_state.stage]);
-        q_state.Next();
+        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+        release(&smem.q_ring.empty[stage]);
+        state.Next();
         if (++m == info.q_end) {
           m = info.q_begin;
           ++head;
         }
       }
       release(&smem.kv_empty);
-      bool is_nan = false;
-#pragma unroll
-      for (int i = 0; i < kHeadDim / 2; ++i) {
-        dk[i] = accumulates ? dk[i] * scale : 0.f;
-        is_nan |= dk[i] != dk[i];
-      }
-#pragma unroll
-      for (int i = 0; i < kHeadDimV / 2; ++i) {
-        dv[i] = accumulates ? dv[i] : 0.f;
-        is_nan |= dv[i] != dv[i];
-      }
-      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 && kv[0] < sp.seqlen_kv) {
-        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.kv_head, kv[0]};
-      }
-      Element *dk_rows[2], *dv_rows[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int64_t row =
-            (static_cast<int64_t>(info.batch) * sp.seqlen_kv + kv[r]) * sp.num_kv_heads +
-            info.kv_head;
-        const bool is_inside = kv[r] < sp.seqlen_kv;
-        dk_rows[r] = is_inside ? static_cast<Element*>(p.dk) + row * sp.head_dim : nullptr;
-        dv_rows[r] = is_inside ? static_cast<Element*>(p.dv) + row * sp.head_dim_v : nullptr;
-      }
-      gpu::StoreRows<Element>(dk, dk_rows, sp.head_dim);
-      gpu::StoreRows<Element>(dv, dv_rows, sp.head_dim_v);
+      Finish(p, info, group, x, dk, dv);
     }
-    // Shared memory must outlive the last bulk addition.
-    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+
+  // Epilogue
+  // ----------------------------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileInfo& info,
+                                                int group, const Scores& x,
+                                                float (&dk)[kDkCols / 2],
+                                                float (&dv)[kDvCols / 2]) {
+    const gpu::ScoreParams& sp = p.score;
+    const int lane = threadIdx.x % 32;
+    bool is_nan = false;
+#pragma unroll
+    for (int i = 0; i < kDkCols / 2; ++i) {
+      dk[i] *= x.scale;
+      is_nan |= dk[i] != dk[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kDvCols / 2; ++i) is_nan |= dv[i] != dv[i];
+    if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 && x.kv[0] < sp.seqlen_kv) {
+      p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.kv_head, x.kv[0]};
+    }
+    const int dk_column = kSplitsColumns ? group * kDkCols : 0,
+              dv_column = kSplitsColumns ? group * kDvCols : 0;
+    Element *dk_rows[2], *dv_rows[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int64_t row =
+          (static_cast<int64_t>(info.batch) * sp.seqlen_kv + x.kv[r]) * sp.num_kv_heads +
+          info.kv_head;
+      const bool is_inside = x.kv[r] < sp.seqlen_kv;
+      dk_rows[r] =
+          is_inside ? static_cast<Element*>(p.dk) + row * sp.head_dim + dk_column : nullptr;
+      dv_rows[r] =
+          is_inside ? static_cast<Element*>(p.dv) + row * sp.head_dim_v + dv_column : nullptr;
+    }
+    gpu::StoreRows<Element>(dk, dk_rows, sp.head_dim - dk_column);
+    gpu::StoreRows<Element>(dv, dv_rows, sp.head_dim_v - dv_column);
   }
 };
 

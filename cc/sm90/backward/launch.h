@@ -47,8 +47,9 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
   if (p.has_segment_ids) {
-    w.dq_strips = take(2 * gpu::RepairListBytes(p));  // both column halves of a strip may report it
-    w.dkv_strips = take(gpu::RepairListBytes(Swapped(p)));
+    // Both column halves of a strip may report it.
+    w.dq_strips = take(2 * gpu::RepairListBytes(p));
+    w.dkv_strips = take(2 * gpu::RepairListBytes(Swapped(p)));
     w.q_plan = take(gpu::SegmentPlanBytes(p));
     w.kv_plan = take(gpu::SegmentPlanBytes(Swapped(p)));
   }

@@ -89,7 +89,6 @@ struct ForwardKernel {
     int q_phase = 1, slot = 0;
     int tile = blockIdx.x;
     while (tile < p.order.num_tiles) {
-      const int next = gridDim.x + atomicAdd(p.next_tile, 1);
       const TileInfo info =
           gpu::DescribeForwardTile<kBlockQ, kBlockKv, kHasSegments, kHasElements>(s, p.order, tile);
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
@@ -138,8 +137,9 @@ struct ForwardKernel {
         load_k(n);
         load_v(n + 1);
       }
+      // Not earlier: a tile claimed ahead of time waits while other blocks idle.
+      tile = gridDim.x + atomicAdd(p.next_tile, 1);
       if (info.num_kv_tiles > 0) load_v(0);
-      tile = next;
     }
     for (int group = 0; group < kConsumers; ++group) {
       gpu::Wait(&smem.q_empty[group], q_phase);
