@@ -16,6 +16,7 @@ struct DeltaParams {
   float* delta;  // [batch, N, padded_q]
   float* lse2;   // [batch, N, padded_q]
   int padded_q;
+  int* has_large;  // zeroed; set if some |lse2| exceeds kLargeBase
 };
 
 inline constexpr int kDeltaRows = 64;
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
       const int64_t at = static_cast<int64_t>(pair) * p.padded_q + RowSlot(i);
       p.delta[at] = sum;
       p.lse2[at] = lse * kLog2e;
+      if (lse < kInf && fabsf(lse * kLog2e) > kLargeBase) *p.has_large = 1;
     }
   }
 }

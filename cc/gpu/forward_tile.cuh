@@ -97,29 +97,29 @@ __device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams
   return info;
 }
 
-// Takes the sink, if there is one, into a row's sum and base, the maximum that the exponentials
-// were taken against, in log2 units. Gives what outputs are to be multiplied with: 0 for a row
-// without keys, whose sum is 0.
+// Takes the sink, if there is one, into a row's sum and its largest logit, which the exponentials
+// were taken against. Gives what outputs are to be multiplied with: 0 for a row without keys, whose
+// sum is 0.
 __device__ __forceinline__ float CloseRow(const ScoreParams& s, const ForwardTileInfo& info,
-                                          float& sum, float& base) {
+                                          float& sum, float& top) {
   const bool is_empty = sum == 0.f;
   float scale = 1.f;
   if (s.sinks.data != nullptr) {
     const float sink =
-        kLog2e * ReadFloat(s.sinks, EntryOf(s.sinks.batch, info.batch) * s.num_q_heads + info.head);
-    const float top = fmaxf(base, sink);
-    if (top != -kInf) {
-      scale = Exp2(base - top);
-      sum = sum * scale + Exp2(sink - top);
-      base = top;
+        ReadFloat(s.sinks, EntryOf(s.sinks.batch, info.batch) * s.num_q_heads + info.head);
+    const float new_top = fmaxf(top, sink);
+    if (new_top != -kInf) {
+      scale = Exp2((top - new_top) * kLog2e);
+      sum = sum * scale + Exp2((sink - new_top) * kLog2e);
+      top = new_top;
     }
   }
   return is_empty ? 0.f : scale / sum;
 }
 
 // Of a closed row: -inf without keys and sink.
-__device__ __forceinline__ float LseOf(float sum, float base) {
-  return sum == 0.f ? -kInf : (base + __log2f(sum)) * kLn2;
+__device__ __forceinline__ float LseOf(float sum, float top) {
+  return sum == 0.f ? -kInf : top + __log2f(sum) * kLn2;
 }
 
 }  // namespace jax_fmha::gpu

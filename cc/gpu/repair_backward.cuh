@@ -11,7 +11,8 @@ struct RepairBackwardParams {
   SegmentPlan kv_plan;
   BatchMap q_map, k_map, v_map, dout_map;
   const void *q, *k, *v, *dout;
-  const float *lse2, *delta;
+  Operand lse;
+  const float* delta;
   int padded_q;
   void *dq, *dk, *dv;
   RepairList dq_list, dkv_list;  // (batch, query head, row) and (batch, kv head, key)
@@ -21,7 +22,7 @@ template <typename T>
 struct BackwardRows {
   const T *q, *k, *v, *dout;  // row 0 of one query head and its kv head
   int64_t q_row, k_row, v_row, dout_row;
-  const float *lse2, *delta;
+  const float *lse, *delta;
   float scale, cap;
 
   __device__ BackwardRows(const RepairBackwardParams& p, int b, int head) {
@@ -38,7 +39,8 @@ struct BackwardRows {
         kv_head * s.head_dim_v;
     dout = static_cast<const T*>(p.dout) + EntryOf(p.dout_map, b) * s.seqlen_q * dout_row +
            head * s.head_dim_v;
-    lse2 = p.lse2 + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
+    lse = static_cast<const float*>(p.lse.data) +
+          (EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q;
     delta = p.delta + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
     scale = ScaleOf(s, b);
     cap = s.logits_soft_cap.data == nullptr
@@ -62,7 +64,7 @@ struct BackwardRows {
       score = cap * t;
       slope = 1.f - t * t;
     }
-    const float probability = exp2f(score * kLog2e - lse2[RowSlot(i)]);
+    const float probability = lse[i] == -kInf ? 0.f : expf(score - lse[i]);
     return make_float2(probability, probability * (dp - delta[RowSlot(i)]) * slope);
   }
 };

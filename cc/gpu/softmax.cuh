@@ -13,6 +13,10 @@ inline constexpr float kLog2e = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 inline constexpr float kInf = __builtin_huge_valf();
 
+// An exponential is 2^(factor * s - base), one fused operation that inherits the rounding of its
+// base. Rows whose |base| exceeds this take differences of scores instead.
+inline constexpr float kLargeBase = 1 << 14;
+
 __device__ __forceinline__ float QuadMax(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
@@ -45,6 +49,7 @@ struct RowStats {
 template <int kRegs>
 __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, RowStats& stats,
                                               float (&rescale)[2]) {
+  float base[2], before[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top = s[r * 2];
@@ -53,17 +58,34 @@ __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, R
       top = fmaxf(top, s[i * 4 + r * 2]);
       top = fmaxf(top, s[i * 4 + r * 2 + 1]);
     }
-    top = fmaxf(QuadMax(top), stats.max[r]);
-    const float base = top == -kInf ? 0.f : top * factor;
-    rescale[r] = Exp2(stats.max[r] * factor - base);
-    stats.max[r] = top;
+    before[r] = stats.max[r];
+    stats.max[r] = fmaxf(QuadMax(top), before[r]);
+    base[r] = stats.max[r] == -kInf ? 0.f : __fmul_rn(stats.max[r], factor);
+    // Rounded like the base: a maximum that stays gives exactly 1, whatever its size.
+    rescale[r] = Exp2(__fmul_rn(before[r], factor) - base[r]);
+  }
+  if (__any_sync(0xffffffff, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeBase)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (fabsf(base[r]) <= kLargeBase) continue;
+      base[r] = 0.f;
+      rescale[r] = Exp2((before[r] - stats.max[r]) * factor);
+#pragma unroll
+      for (int i = 0; i < kRegs / 4; ++i) {
+        s[i * 4 + r * 2] -= stats.max[r];
+        s[i * 4 + r * 2 + 1] -= stats.max[r];
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
     float sums[2] = {stats.sum[r] * rescale[r], 0.f};  // two chains of additions
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[i * 4 + r * 2 + c];
-        x = Exp2(x * factor - base);
+        x = Exp2(x * factor - base[r]);
         sums[c] += x;
       }
     }

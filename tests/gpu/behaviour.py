@@ -125,8 +125,40 @@ def check_large_logits_are_ordinary() -> None:
     )
     v = jnp.broadcast_to(jnp.array([1.0, 2, 3, 4], jnp.bfloat16)[None, :, None, None], (1, 4, 1, 8))
     mask = jnp.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 1, 0]], bool)
-    out = attend(q, k, v, mask=mask, scale=1.0)
+
+    def f(v: jax.Array) -> Any:
+        return attend(q, k, v, mask=mask, scale=1.0, return_lse=True)
+
+    (out, lse), pullback = jax.vjp(f, v)
     np.testing.assert_array_equal(np.asarray(out[0, :, 0, 0], np.float32), [1, 3, 2])
+    np.testing.assert_allclose(lse[0, 0], np.asarray(k[0, jnp.array([0, 2, 1]), 0, 0], np.float32), rtol=1e-6)
+    (dv,) = pullback((jnp.ones_like(out), jnp.zeros_like(lse)))
+    np.testing.assert_array_equal(np.asarray(dv[0, :, 0, 0], np.float32), [1, 1, 1, 0])
+
+
+def check_large_logits_over_many_tiles() -> None:
+    """A maximum that stays rescales nothing, from the first tile of keys to the last."""
+    S = 4096
+    k = jnp.zeros((1, S, 1, 128), jnp.bfloat16).at[..., 0].set(-1003520)
+    q = jnp.zeros((1, 64, 1, 128), jnp.bfloat16).at[..., 0].set(1)
+    for first in (True, False):
+        seen = (jnp.arange(S) < S // 2) == first
+        v = jnp.broadcast_to(seen.astype(jnp.bfloat16)[None, :, None, None], (1, S, 1, 128))
+        for scale in (1.0, 1e-5, 1.1e-4, 1.3e-2):
+            out = attend(q, k, v, scale=scale)
+            np.testing.assert_array_equal(np.asarray(out, np.float32), 0.5, err_msg=str((first, scale)))
+
+
+def check_dead_rows_do_not_notice_nan() -> None:
+    """Rows past their length have gradient 0 beside a key that is NaN to the others."""
+    q, k, v = normal(0, 2, 300, 4, 64), normal(1, 2, 300, 4, 64), normal(2, 2, 300, 4, 64)
+    lengths = jnp.array([200, 300], jnp.int32)
+    for at in ((k.at[0, 7].set(jnp.nan), v), (k, v.at[0, 7].set(jnp.nan))):
+        out, pullback = jax.vjp(lambda q, k, v: attend(q, k, v, query_seq_lengths=lengths), q, *at)
+        dq = np.asarray(pullback(jnp.ones_like(out))[0], np.float32)
+        assert np.isnan(dq[0, :200]).any()
+        np.testing.assert_array_equal(dq[0, 200:], 0)
+        assert np.isfinite(dq[1]).all()
 
 
 # Programs -------------------------------------------------------------------------------------------------------------

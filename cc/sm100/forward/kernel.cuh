@@ -396,6 +396,7 @@ struct ForwardKernel {
     int2 interval;
     float scale, cap;
     bool is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
+    float unit;           // logits per score
   };
 
   // Scale, bias and soft cap where they cannot be folded into the exponent, then masks.
@@ -516,7 +517,8 @@ struct ForwardKernel {
                                            gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
       row.is_transformed = sp.logits_soft_cap.data != nullptr || !(row.scale > 0.f) ||
                            (kHasElements && sp.bias.data != nullptr);
-      const float factor = row.is_transformed ? gpu::kLog2e : row.scale * gpu::kLog2e;
+      row.unit = row.is_transformed ? 1.f : row.scale;
+      const float factor = row.unit * gpu::kLog2e;
       float max = -gpu::kInf;
       float2 sum = make_float2(0.f, 0.f);
       for (int n = info.num_kv_tiles - 1; n >= 0; --n) {
@@ -538,13 +540,18 @@ struct ForwardKernel {
         if (n < info.num_kv_tiles - 1) send(rescale, 0.f);
         sum.x *= rescale;
         sum.y *= rescale;
-        const float base = max == -gpu::kInf ? 0.f : max * factor;
+        float base = max == -gpu::kInf ? 0.f : max * factor;
+        if (fabsf(base) > gpu::kLargeBase) {
+          base = 0.f;
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i) s[i] -= max;
+        }
 #pragma unroll
         for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
         WaitStores();
         ArriveTmem(&smem.p_full[group]);
       }
-      send(sum.x + sum.y, max == -gpu::kInf ? max : max * factor);
+      send(sum.x + sum.y, max == -gpu::kInf ? max : __fmul_rn(max, row.unit));
       tiles.Done();
     }
   }
@@ -610,16 +617,15 @@ struct ForwardKernel {
   }
 
   // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse
-  // -inf or its sink. `base` is the maximum that the exponentials were taken against, in log2
-  // units.
+  // -inf or its sink. `top` is the logit that the exponentials were taken against.
   static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
-                                                int row, float sum, float base, uint32_t out) {
+                                                int row, float sum, float top, uint32_t out) {
     const gpu::ScoreParams& sp = p.score;
-    const float norm = gpu::CloseRow(sp, info, sum, base);
+    const float norm = gpu::CloseRow(sp, info, sum, top);
     const bool is_row = row < sp.seqlen_q;
     if (is_row) {
       const int64_t pair = static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head;
-      p.lse[pair * sp.seqlen_q + row] = gpu::LseOf(sum, base);
+      p.lse[pair * sp.seqlen_q + row] = gpu::LseOf(sum, top);
     }
     Element* to =
         static_cast<Element*>(p.out) +

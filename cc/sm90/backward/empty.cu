@@ -26,6 +26,7 @@ Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, con
   delta.delta = reinterpret_cast<float*>(memory + workspace.delta);
   delta.lse2 = reinterpret_cast<float*>(memory + workspace.lse2);
   delta.padded_q = static_cast<int>(PaddedSeqlenQ(problem));
+  delta.has_large = reinterpret_cast<int*>(memory + workspace.counters);  // not looked at
   const auto blocks = static_cast<unsigned>(problem.batch * problem.num_q_heads *
                                             (delta.padded_q / gpu::kDeltaRows));
   if (blocks > 0 && problem.dtype == DType::kBF16) {

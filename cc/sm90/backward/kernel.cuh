@@ -27,6 +27,8 @@ struct BackwardParams {
   gpu::SegmentPlan kv_plan;  // the plan with query and key swapped: rows of queries by key
   BatchMap q_map, k_map, v_map, dout_map;
   const float *lse2, *delta;  // [batch, N, padded_q]
+  const int* has_large;       // not 0 if some |lse2| exceeds gpu::kLargeBase
+  Operand lse;                // [batch, N, T], for such rows
   float* dq;      // [batch, N, query tile] tiles in the order of the accumulator's registers
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
   int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
@@ -116,6 +118,7 @@ struct BackwardKernel {
     int batch, kv_head, kv_first;
     int q_begin, q_end;  // query tiles
     int is_elementwise, may_leak;
+    int has_large;  // rows of the call, see ExponentiateLarge
     gpu::EntryLimits limits;
   };
 
@@ -139,6 +142,7 @@ struct BackwardKernel {
     const gpu::ScoreParams& s = p.score;
     TileInfo info;
     info.is_last = 0;
+    info.has_large = *p.has_large;
     // Sections of (batch, kv head) pairs, inside one key tiles first to last: causal ones with most
     // queries start early.
     const int pairs = s.batch * s.num_kv_heads;
@@ -194,13 +198,15 @@ struct BackwardKernel {
   }
 
   // What a step must select: nothing where every pair of its tile is allowed.
-  static constexpr int kIsFull = 1, kIsScattered = 2;
+  static constexpr int kIsFull = 1, kIsScattered = 2, kHasLarge = 4;
   static __device__ __forceinline__ int StepFlags(const gpu::ScoreParams& s, const TileInfo& info,
                                                   int q_first) {
     const gpu::EntryLimits& e = info.limits;
     const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
     bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
                    info.kv_first >= q_last + e.lo_shift && !info.is_elementwise;
+    // Rows past q_length have gradient 0, also where a key holds NaN.
+    is_full &= e.q_length >= min(q_last + 1, s.seqlen_q);
     bool is_scattered = false;
     if (s.plan.blocks != nullptr) {
       const int num_blocks = (s.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
@@ -212,7 +218,8 @@ struct BackwardKernel {
       }
       is_full &= !is_scattered;
     }
-    return (is_full ? kIsFull : 0) | (is_scattered ? kIsScattered : 0);
+    return (is_full ? kIsFull : 0) | (is_scattered ? kIsScattered : 0) |
+           (info.has_large ? kHasLarge : 0);
   }
 
   static __device__ __forceinline__ void Produce(
@@ -322,8 +329,8 @@ struct BackwardKernel {
   // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
   struct Scores {
     float scale, cap, factor;  // the exponent is factor * score
-    bool is_transformed;
-    int kv[2];  // keys of this thread
+    bool is_transformed;       // scores have been multiplied with the scale
+    int kv[2];                 // keys of this thread
   };
 
   // Bias and soft cap, which no factor of the exponent can express.
@@ -351,6 +358,32 @@ struct BackwardKernel {
     }
   }
 
+  // Probabilities where some lse is large: of such rows from differences in the scores' own unit.
+  static __device__ __forceinline__ void ExponentiateLarge(const BackwardParams& p,
+                                                           const TileInfo& info, const Scores& x,
+                                                           int head, int q_first, const float* lse2,
+                                                           float (&s)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const float* lse =
+        static_cast<const float*>(p.lse.data) +
+        (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
+        2 * (threadIdx.x % 4);
+    const float unit = x.is_transformed ? 1.f : x.scale;
+    ForRows(lse2, [&](int i, float base) {
+      // Rows that see nothing have lse2 +inf, those past the last among them.
+      const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
+      const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
+#pragma unroll
+      for (int r = 0; r < 4; r += 2) {
+        // No weight exceeds 1, whatever the rounding of lse.
+        const float above = __fmul_rn(s[i + r], unit) - top;
+        s[i + r] = gpu::Exp2(!is_large     ? s[i + r] * x.factor - base
+                             : above > 0.f ? 0.f
+                                           : above * gpu::kLog2e);
+      }
+    });
+  }
+
   // Selects among scores of a tile that not every pair of may attend; `runs` are those of the
   // queries.
   static __device__ __forceinline__ void MaskScores(const gpu::ScoreParams& sp,
@@ -372,6 +405,12 @@ struct BackwardKernel {
           float& x = s[i * 4 + r * 2 + c];
           x = static_cast<unsigned>(at - i * 8 - c) < length ? x : -gpu::kInf;
         }
+      }
+    }
+    if (q_first + kGroupQ > e.q_length) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) {
+        s[i] = q_first + col + i / 4 * 8 + i % 2 < e.q_length ? s[i] : -gpu::kInf;
       }
     }
     if (sp.plan.rows != nullptr) {
@@ -610,9 +649,14 @@ struct BackwardKernel {
           MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
                      x.kv, s);
         }
+        if (flags & kHasLarge) {
+          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
+                            s);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) {
-          s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+          for (int i = 0; i < kScoreRegs; ++i) {
+            s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+          }
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);

@@ -73,6 +73,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     return s;
   int* counters = reinterpret_cast<int*>(memory + workspace.counters);
   params.next_tile = counters;
+  params.has_large = counters + 3;
+  params.lse = operands.saved_lse;
   if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
   gpu::RepairList dq_list{};
   if (problem.has_segment_ids) {
@@ -96,7 +98,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
                             operands.dlse,
                             const_cast<float*>(params.delta),
                             const_cast<float*>(params.lse2),
-                            params.padded_q};
+                            params.padded_q,
+                            counters + 3};
   LaunchDelta<Element, kHeadDimV>(delta, stream);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "delta"); !s.ok()) return s;
   if (operands.dsinks.data != nullptr) {
@@ -149,7 +152,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   if (problem.has_segment_ids) {
     const gpu::RepairBackwardParams repair = {
         params.score,    params.kv_plan, params.q_map, params.k_map, params.v_map, params.dout_map,
-        o.q.data,        o.k.data,       o.v.data,     o.dout.data,  params.lse2,  params.delta,
+        o.q.data,        o.k.data,       o.v.data,     o.dout.data,  o.saved_lse,  params.delta,
         params.padded_q, o.dq.data,      o.dk.data,    o.dv.data,    dq_list,      params.repair};
     gpu::RepairDq<Element><<<num_sms, 32 * gpu::kStripRows, 0, stream>>>(repair);
     gpu::RepairDkv<Element><<<num_sms, 32 * gpu::kStripRows, 0, stream>>>(repair);

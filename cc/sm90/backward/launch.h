@@ -39,7 +39,7 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
     w.bytes += RoundUp(bytes, 128);
     return at;
   };
-  w.counters = take(3 * sizeof(int));
+  w.counters = take(4 * sizeof(int));
   // Everything up to and with dq is zeroed in one go.
   if (p.deterministic)
     w.turns = take(p.batch * p.num_q_heads * CeilDiv(p.seqlen_q, tile.block_q) * 2 * 4);

@@ -323,7 +323,8 @@ struct ForwardKernel {
       // first.
       const bool is_transformed = sp.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
                                   (kHasElements && sp.bias.data != nullptr);
-      const float factor = is_transformed ? gpu::kLog2e : scale * gpu::kLog2e;
+      const float unit = is_transformed ? 1.f : scale;  // logits per score
+      const float factor = unit * gpu::kLog2e;
       Rows rows;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -396,7 +397,7 @@ struct ForwardKernel {
 #pragma unroll
         for (int i = 0; i < kOutRegs; ++i) o[i] = 0.f;
       }
-      Finish(p, info, rows, stats, factor, o);
+      Finish(p, info, rows, stats, unit, o);
     }
   }
 
@@ -406,20 +407,20 @@ struct ForwardKernel {
   // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse
   // -inf or its sink.
   static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
-                                                const Rows& rows, gpu::RowStats& stats,
-                                                float factor, float (&o)[kOutRegs]) {
+                                                const Rows& rows, gpu::RowStats& stats, float unit,
+                                                float (&o)[kOutRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const int lane = threadIdx.x % 32;
     float norm[2];
     bool is_nan = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = gpu::QuadSum(stats.sum[r]), base = stats.max[r] * factor;
-      norm[r] = gpu::CloseRow(sp, info, sum, base);
+      float sum = gpu::QuadSum(stats.sum[r]), top = __fmul_rn(stats.max[r], unit);
+      norm[r] = gpu::CloseRow(sp, info, sum, top);
       if (lane % 4 == 0 && rows.index[r] < sp.seqlen_q) {
         const int64_t row =
             (static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head) * sp.seqlen_q;
-        p.lse[row + rows.index[r]] = gpu::LseOf(sum, base);
+        p.lse[row + rows.index[r]] = gpu::LseOf(sum, top);
       }
     }
 #pragma unroll
