@@ -28,8 +28,9 @@ struct ForwardParams {
 struct ForwardTileInfo {
   int is_last;  // no tile: the block is done
   int batch, head, q_first;
-  int kv_first, num_kv_tiles;  // keys kv_first + [0, num_kv_tiles * block_kv), clipped at kv_end
+  int kv_first, kv_range;  // keys kv_first + [0, kv_range * block_kv), clipped at kv_end
   int kv_end;
+  int num_kv_tiles;                  // those of the range that the mask does not skip
   int full_begin, full_end;          // keys that every row of the tile may see
   int is_elementwise, is_scattered;  // partial by more than intervals
   int may_leak;                      // rows of several segments share key tiles
@@ -83,13 +84,26 @@ __device__ __forceinline__ ForwardTileInfo DescribeForwardTile(const ScoreParams
     info.is_elementwise = info.is_scattered;
   }
   if constexpr (kHasElements) {
-    info.is_elementwise |=
-        s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+    info.is_elementwise |= s.q_positions.data != nullptr || s.kv_positions.data != nullptr ||
+                           (s.mask.data != nullptr && s.mask_plan.words == nullptr);
   }
   if (q_last < info.q_first) hi_max = lo_min;
   info.kv_first = lo_min;
   info.kv_end = hi_max;
-  info.num_kv_tiles = hi_max > lo_min ? (hi_max - lo_min + kBlockKv - 1) / kBlockKv : 0;
+  const bool has_plan = kHasElements && s.mask_plan.words != nullptr;
+  if (has_plan) {
+    // Tiles lie where those of the plan do, and may start before the first segment that is wanted.
+    info.kv_first = lo_min / kBlockKv * kBlockKv;
+    info.may_leak |= s.plan.blocks != nullptr;
+  }
+  info.kv_range = hi_max > lo_min ? (hi_max - info.kv_first + kBlockKv - 1) / kBlockKv : 0;
+  info.num_kv_tiles = info.kv_range;
+  if (has_plan) {
+    const int first = info.kv_first / kBlockKv;
+    info.num_kv_tiles =
+        CountSeen(LineOf(s.mask_plan, info.batch, info.head, info.q_first / kBlockQ), first,
+                  first + info.kv_range);
+  }
   info.full_begin = lo_max;
   // Rows past q_length see nothing, which only masks can tell.
   const bool has_dead_rows = e.q_length < min(info.q_first + kBlockQ, s.seqlen_q);

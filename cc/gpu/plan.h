@@ -22,6 +22,21 @@ struct PlanBlock {
   int is_scattered;  // some row's segment occupies several key runs: compare ids element by element
 };
 
+// What a mask says of 32 tiles of the main kernel that follow each other, one bit each: whether it
+// keeps some pair, and whether it drops some.
+struct TileWord {
+  uint32_t seen, partial;
+};
+inline constexpr int kWordTiles = 32;
+
+// Words of `lines` lines of `tiles` tiles each, for a mask with every batch entry and head of its
+// own: two bits per tile, not per pair.
+inline int64_t MaskPlanBytes(const Problem& p, int64_t lines, int64_t tiles) {
+  if (!p.has_mask && !p.has_tile_mask) return 0;
+  return RoundUp(
+      p.batch * p.num_q_heads * lines * CeilDiv(tiles, kWordTiles) * int64_t{sizeof(TileWord)}, 16);
+}
+
 struct Strip {
   int batch, head, row;
 };

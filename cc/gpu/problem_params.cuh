@@ -19,6 +19,21 @@ struct SegmentPlan {
   const PlanBlock* blocks = nullptr;  // [batch, ceil(T / kPlanRows)]
 };
 
+// A block-sparse mask as the caller built it; see Operands.
+struct TileMaskParams {
+  Operand tiles, bits;
+  int num_heads, grid_rows, grid_cols, tile_rows, tile_cols;
+  int64_t num_partial;
+};
+
+// Words of lines of tiles: those of one query tile along the keys, or of one key tile along the
+// queries. Without a mask there are none.
+struct MaskPlan {
+  const TileWord* words = nullptr;  // [entry, num_heads, num_lines, line_words]
+  BatchMap map;
+  int num_heads = 0, num_lines = 0, line_words = 0;
+};
+
 struct ScoreParams {
   int batch, seqlen_q, seqlen_kv, num_q_heads, num_kv_heads, group_size, head_dim, head_dim_v;
   bool is_causal;
@@ -27,7 +42,9 @@ struct ScoreParams {
   Operand bias, mask, scale, logits_soft_cap, query_offset, q_positions, kv_positions,
       q_seq_lengths, kv_seq_lengths, q_segment_ids, kv_segment_ids, sinks;
   ScoreStrides bias_strides, mask_strides;
+  TileMaskParams tile_mask;
   SegmentPlan plan;
+  MaskPlan mask_plan;
 };
 
 inline ScoreParams MakeScoreParams(const Problem& p, const Operands& o, float default_scale) {
@@ -58,6 +75,16 @@ inline ScoreParams MakeScoreParams(const Problem& p, const Operands& o, float de
   s.sinks = o.sinks;
   s.bias_strides = o.bias_strides;
   s.mask_strides = o.mask_strides;
+  if (p.has_tile_mask) {
+    s.tile_mask = {o.mask_tiles,
+                   o.mask_bits,
+                   static_cast<int>(p.num_mask_heads),
+                   static_cast<int>(CeilDiv(p.seqlen_q, p.tile_rows)),
+                   static_cast<int>(CeilDiv(p.seqlen_kv, p.tile_cols)),
+                   static_cast<int>(p.tile_rows),
+                   static_cast<int>(p.tile_cols),
+                   p.num_partial_tiles};
+  }
   return s;
 }
 
@@ -163,6 +190,7 @@ struct ElementRules {
   int64_t q_segment_at = 0, kv_segment_at = 0;
   int64_t q_position_at = 0, kv_position_at = 0, query_offset = 0;
   int64_t mask_at = 0, bias_at = 0;
+  int64_t mask_tiles_at = 0, mask_bits_at = 0;
   bool uses_positions = false;
 };
 
@@ -188,6 +216,12 @@ __device__ __forceinline__ ElementRules RulesOf(const ScoreParams& s, int b, int
   if (s.mask.data != nullptr) {
     r.mask_at = EntryOf(s.mask.batch, b) * s.mask_strides.entry + head * s.mask_strides.head;
   }
+  if (s.tile_mask.tiles.data != nullptr) {
+    const TileMaskParams& t = s.tile_mask;
+    r.mask_tiles_at = (EntryOf(t.tiles.batch, b) * t.num_heads + (t.num_heads == 1 ? 0 : head)) *
+                      t.grid_rows * t.grid_cols;
+    r.mask_bits_at = EntryOf(t.bits.batch, b) * t.num_partial * t.tile_rows * (t.tile_cols / 8);
+  }
   if (s.bias.data != nullptr) {
     r.bias_at = EntryOf(s.bias.batch, b) * s.bias_strides.entry + head * s.bias_strides.head;
   }
@@ -197,6 +231,74 @@ __device__ __forceinline__ ElementRules RulesOf(const ScoreParams& s, int b, int
 __device__ __forceinline__ bool KeepSegment(const ElementRules& r, int i, int j) {
   return r.q_segments == nullptr ||
          ReadInt(*r.q_segments, r.q_segment_at + i) == ReadInt(*r.kv_segments, r.kv_segment_at + j);
+}
+
+__device__ __forceinline__ bool KeepDense(const ScoreParams& s, const ElementRules& r, int i,
+                                          int j) {
+  return static_cast<const bool*>(
+      s.mask.data)[r.mask_at + i * s.mask_strides.row + j * s.mask_strides.col];
+}
+
+// The tile mask's bits of row i and the eight keys from j on, a multiple of 8.
+__device__ __forceinline__ uint32_t TileMaskByte(const TileMaskParams& t, const ElementRules& r,
+                                                 int i, int j) {
+  const int64_t tile = int64_t{i / t.tile_rows} * t.grid_cols + j / t.tile_cols;
+  const int32_t code = static_cast<const int32_t*>(t.tiles.data)[r.mask_tiles_at + tile];
+  if (code < 2) return code == 1 ? 0xff : 0;
+  const int64_t byte =
+      (int64_t{code - 2} * t.tile_rows + i % t.tile_rows) * (t.tile_cols / 8) + j % t.tile_cols / 8;
+  return static_cast<const uint8_t*>(t.bits.data)[r.mask_bits_at + byte];
+}
+
+__device__ __forceinline__ bool KeepTile(const ScoreParams& s, const ElementRules& r, int i,
+                                         int j) {
+  return TileMaskByte(s.tile_mask, r, i, j / 8 * 8) >> j % 8 & 1;
+}
+
+// The words of one line of tiles, for LastSeen and the like; null without a mask.
+__device__ __forceinline__ const TileWord* LineOf(const MaskPlan& m, int b, int head, int line) {
+  if (m.words == nullptr) return nullptr;
+  const int64_t at =
+      (EntryOf(m.map, b) * m.num_heads + (m.num_heads == 1 ? 0 : head)) * m.num_lines + line;
+  return m.words + at * m.line_words;
+}
+
+// The last tile of [begin, n] of a line that the mask does not skip, begin - 1 if there is none.
+__device__ __forceinline__ int LastSeen(const TileWord* line, int begin, int n) {
+  if (line == nullptr) return n;
+  while (n >= begin) {
+    const uint32_t seen = line[n / kWordTiles].seen << (kWordTiles - 1 - n % kWordTiles);
+    if (seen != 0) return max(begin - 1, n - __clz(seen));
+    n = n / kWordTiles * kWordTiles - 1;
+  }
+  return begin - 1;
+}
+
+// The first tile of [n, end) of a line that the mask does not skip, `end` if there is none.
+__device__ __forceinline__ int FirstSeen(const TileWord* line, int n, int end) {
+  if (line == nullptr) return n;
+  while (n < end) {
+    const uint32_t seen = line[n / kWordTiles].seen >> n % kWordTiles;
+    if (seen != 0) return min(end, n + __ffs(seen) - 1);
+    n = (n / kWordTiles + 1) * kWordTiles;
+  }
+  return end;
+}
+
+__device__ __forceinline__ int CountSeen(const TileWord* line, int begin, int end) {
+  if (line == nullptr) return end - begin;
+  int count = 0;
+  for (int first = begin / kWordTiles * kWordTiles; first < end; first += kWordTiles) {
+    uint32_t seen = line[first / kWordTiles].seen;
+    if (first < begin) seen &= ~0u << (begin - first);
+    if (end - first < kWordTiles) seen &= (1u << (end - first)) - 1;
+    count += __popc(seen);
+  }
+  return count;
+}
+
+__device__ __forceinline__ bool IsPartial(const TileWord* line, int n) {
+  return line != nullptr && line[n / kWordTiles].partial >> n % kWordTiles & 1;
 }
 
 __device__ __forceinline__ bool Keep(const ScoreParams& s, const ElementRules& r, int i, int j) {
@@ -210,12 +312,8 @@ __device__ __forceinline__ bool Keep(const ScoreParams& s, const ElementRules& r
     if (s.window_left < kUnbounded && k < q - s.window_left) return false;
     if (s.window_right < kUnbounded && k > q + s.window_right) return false;
   }
-  if (s.mask.data != nullptr &&
-      !static_cast<const bool*>(
-          s.mask.data)[r.mask_at + i * s.mask_strides.row + j * s.mask_strides.col]) {
-    return false;
-  }
-  return true;
+  if (s.mask.data != nullptr) return KeepDense(s, r, i, j);
+  return s.tile_mask.tiles.data == nullptr || KeepTile(s, r, i, j);
 }
 
 __device__ __forceinline__ float Bias(const ScoreParams& s, const ElementRules& r, int i, int j) {

@@ -43,7 +43,6 @@ inline std::string ProblemRefusal(const Problem& p, int max_head_dim, int max_he
       p.batch * p.num_q_heads * CeilDiv(longest, 64) > kMaxTiles) {
     return "more than 2^29 tiles of work";
   }
-  if (p.has_tile_mask) return "a tile mask: pass a dense bool mask";
   if (p.has_bias && p.bias_dtype == DType::kF64) return "bias in float64: cast it to float32";
   return {};
 }

@@ -27,9 +27,10 @@ Status Run(const Problem& problem, const Operands& operands, const Launch& launc
   }
   const BackwardTile tile =
       BackwardTileOf(static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v));
-  const ForwardMode mode = problem.has_positions || problem.has_mask || problem.has_bias
-                               ? ForwardMode::kGeneral
-                               : ForwardMode::kInterval;
+  const ForwardMode mode =
+      problem.has_positions || problem.has_mask || problem.has_tile_mask || problem.has_bias
+          ? ForwardMode::kGeneral
+          : ForwardMode::kInterval;
 #define BACKWARD_INSTANCE(dtype_, mode_, head_dim_, head_dim_v_)                      \
   if (problem.dtype == DType::dtype_ && mode == ForwardMode::mode_ &&                 \
       tile.head_dim == head_dim_ && tile.head_dim_v == head_dim_v_) {                 \

@@ -117,9 +117,17 @@ struct BackwardKernel {
     int is_last;
     int batch, kv_head, kv_first;
     int q_begin, q_end;  // query tiles
+    int num_steps;       // pairs of a query head and a query tile that the mask does not skip
     int is_elementwise, may_leak;
     int has_large;  // rows of the call, see ExponentiateLarge
     gpu::EntryLimits limits;
+  };
+
+  // One query tile of one query head, and what must be selected in it: nothing where every pair of
+  // the tile is allowed.
+  static constexpr int kIsFull = 1, kIsScattered = 2, kIsMasked = 4, kHasLarge = 8;
+  struct Step {
+    int flags, head, m;
   };
 
   struct alignas(1024) SharedStorage {
@@ -132,7 +140,7 @@ struct BackwardKernel {
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kBlockQ];
     alignas(128) int2 runs[kStages][kBlockQ];
-    int flags[kStages];  // StepFlags
+    Step steps[kStages];
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     TileInfo info[2];
@@ -156,33 +164,55 @@ struct BackwardKernel {
     info.kv_head = pair - info.batch * s.num_kv_heads;
     info.kv_first = kv_tile * kBlockKv;
     info.limits = gpu::LimitsOf(s, info.batch);
-    const gpu::EntryLimits& e = info.limits;
-    const int kv_end = min(info.kv_first + kBlockKv, e.kv_length);
-    int q_lo = max(0, info.kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
-    info.is_elementwise = info.may_leak = 0;
-    if (p.kv_plan.blocks != nullptr && kv_end > info.kv_first) {
-      const int num_blocks = (s.seqlen_kv + gpu::kPlanRows - 1) / gpu::kPlanRows;
-      const gpu::PlanBlock* blocks =
-          p.kv_plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
-      gpu::PlanBlock sum = blocks[info.kv_first / gpu::kPlanRows];
-      for (int i = info.kv_first / gpu::kPlanRows + 1; i <= (kv_end - 1) / gpu::kPlanRows; ++i) {
-        const gpu::PlanBlock x = blocks[i];
-        sum.lo_min = min(sum.lo_min, x.lo_min);
-        sum.hi_max = max(sum.hi_max, x.hi_max);
-      }
-      q_lo = max(q_lo, sum.lo_min);
-      q_hi = min(q_hi, sum.hi_max);
-      // A query may share a tile with queries of another segment even where all keys have one.
-      info.may_leak = 1;
-    }
+    const int2 range = QueryTiles(p, info.limits, info.batch, kv_tile);
+    info.q_begin = range.x;
+    info.q_end = range.y;
+    // A query may share a tile with queries of another segment even where all keys have one.
+    info.may_leak = p.kv_plan.blocks != nullptr;
+    info.is_elementwise = 0;
+    info.num_steps = s.group_size * (info.q_end - info.q_begin);
     if constexpr (kHasElements) {
-      info.is_elementwise =
-          s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+      info.is_elementwise = s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+      if (s.mask_plan.words == nullptr) {
+        info.is_elementwise |= s.mask.data != nullptr || s.tile_mask.tiles.data != nullptr;
+      } else {
+        info.num_steps = 0;
+        for (int g = 0; g < s.group_size; ++g) {
+          info.num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
+                                           info.q_begin, info.q_end);
+        }
+      }
     }
-    if (kv_end <= info.kv_first) q_hi = q_lo;
-    info.q_begin = q_lo / kBlockQ;
-    info.q_end = q_hi > q_lo ? (q_hi + kBlockQ - 1) / kBlockQ : info.q_begin;
     return info;
+  }
+
+  // Query tiles that may attend to a key tile, first and one past the last.
+  static __device__ __forceinline__ int2 QueryTiles(const BackwardParams& p,
+                                                    const gpu::EntryLimits& e, int batch,
+                                                    int kv_tile) {
+    const int kv_first = kv_tile * kBlockKv, kv_end = min(kv_first + kBlockKv, e.kv_length);
+    if (kv_end <= kv_first) return make_int2(0, 0);
+    int q_lo = max(0, kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
+    if (p.kv_plan.blocks != nullptr) {
+      const int num_blocks = (p.score.seqlen_kv + gpu::kPlanRows - 1) / gpu::kPlanRows;
+      const gpu::PlanBlock* blocks = p.kv_plan.blocks + static_cast<int64_t>(batch) * num_blocks;
+      int lo_min = gpu::kFar, hi_max = 0;
+      for (int i = kv_first / gpu::kPlanRows; i <= (kv_end - 1) / gpu::kPlanRows; ++i) {
+        lo_min = min(lo_min, blocks[i].lo_min);
+        hi_max = max(hi_max, blocks[i].hi_max);
+      }
+      q_lo = max(q_lo, lo_min);
+      q_hi = min(q_hi, hi_max);
+    }
+    if (q_hi <= q_lo) return make_int2(0, 0);
+    return make_int2(q_lo / kBlockQ, (q_hi + kBlockQ - 1) / kBlockQ);
+  }
+
+  // Query tiles of a head by the mask, which skips some; null if none.
+  static __device__ __forceinline__ const gpu::TileWord* LineOf(const gpu::ScoreParams& s,
+                                                                const TileInfo& info, int head) {
+    if constexpr (!kHasElements) return nullptr;
+    return gpu::LineOf(s.mask_plan, info.batch, head, info.kv_first / kBlockKv);
   }
 
   // Producer
@@ -197,14 +227,12 @@ struct BackwardKernel {
         : "memory");
   }
 
-  // What a step must select: nothing where every pair of its tile is allowed.
-  static constexpr int kIsFull = 1, kIsScattered = 2, kHasLarge = 4;
   static __device__ __forceinline__ int StepFlags(const gpu::ScoreParams& s, const TileInfo& info,
-                                                  int q_first) {
+                                                  bool is_masked, int q_first) {
     const gpu::EntryLimits& e = info.limits;
     const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
     bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
-                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise;
+                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise && !is_masked;
     // Rows past q_length have gradient 0, also where a key holds NaN.
     is_full &= e.q_length >= min(q_last + 1, s.seqlen_q);
     bool is_scattered = false;
@@ -219,7 +247,7 @@ struct BackwardKernel {
       is_full &= !is_scattered;
     }
     return (is_full ? kIsFull : 0) | (is_scattered ? kIsScattered : 0) |
-           (info.has_large ? kHasLarge : 0);
+           (is_masked ? kIsMasked : 0) | (info.has_large ? kHasLarge : 0);
   }
 
   static __device__ __forceinline__ void Produce(
@@ -236,7 +264,7 @@ struct BackwardKernel {
       smem.info[slot] = DescribeTile(p, tile);
       const TileInfo& info = smem.info[slot];
       slot ^= 1;
-      if (info.q_begin == info.q_end) {
+      if (info.num_steps == 0) {
         gpu::Arrive(&smem.kv_full);
         tile = gridDim.x + atomicAdd(p.next_tile, 1);
         continue;
@@ -255,13 +283,15 @@ struct BackwardKernel {
       for (int g = 0; g < s.group_size; ++g) {
         const int head = info.kv_head * s.group_size + g;
         const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
-        for (int m = info.q_begin; m < info.q_end; ++m) {
+        const gpu::TileWord* line = LineOf(s, info, head);
+        auto next_seen = [&](int m) { return gpu::FirstSeen(line, m, info.q_end); };
+        for (int m = next_seen(info.q_begin); m < info.q_end; m = next_seen(m + 1)) {
           const int first = m * kBlockQ;
           const int valid = min(kBlockQ, info.limits.q_length - first);
-          const int flags = StepFlags(s, info, first);
+          const int flags = StepFlags(s, info, gpu::IsPartial(line, m), first);
           gpu::Wait(&smem.q_ring.empty[state.stage], state.phase);
           gpu::Barrier* full = &smem.q_ring.full[state.stage];
-          smem.flags[state.stage] = flags;
+          smem.steps[state.stage] = {flags, head, m};
           gpu::ArriveExpect(full, kBlockQ * (kHeadDim * 2 + (has_runs ? 16 : 8)));
           gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[state.stage], q_tensor, full, first,
                                                      valid, head, q_entry);
@@ -426,22 +456,43 @@ struct BackwardKernel {
         }
       }
     }
-    const bool is_scattered = flags & kIsScattered;
-    if (!info.is_elementwise && !is_scattered) return;
-    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, is_scattered);
+    if (!info.is_elementwise && !(flags & (kIsScattered | kIsMasked))) return;
+    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, (flags & kIsScattered) != 0);
+    if constexpr (kHasElements) {
+      if (!info.is_elementwise && !(flags & kIsScattered)) {
+        // Only a mask selects.
+        if (sp.mask.data != nullptr) {
+          SelectPairs<4>(sp, q_first, kv, s,
+                         [&](int i, int j) { return gpu::KeepDense(sp, rules, i, j); });
+        } else {
+          SelectPairs<4>(sp, q_first, kv, s,
+                         [&](int i, int j) { return gpu::KeepTile(sp, rules, i, j); });
+        }
+        return;
+      }
+    }
+    SelectPairs<1>(sp, q_first, kv, s, [&](int i, int j) {
+      return kHasElements ? gpu::Keep(sp, rules, i, j) : gpu::KeepSegment(rules, i, j);
+    });
+  }
+
+  // Drops the scores of pairs that `keep` does not, asking for kAtOnce at a time.
+  template <int kAtOnce, class Keep>
+  static __device__ __forceinline__ void SelectPairs(const gpu::ScoreParams& sp, int q_first,
+                                                     const int (&kv)[2], float (&s)[kScoreRegs],
+                                                     const Keep& keep_pair) {
+    const int col = 2 * (threadIdx.x % 4);
     constexpr int kBits = kScoreRegs < 32 ? kScoreRegs : 32;
     uint32_t keep[kScoreRegs / kBits];
 #pragma unroll
     for (int word = 0; word < kScoreRegs / kBits; ++word) {
       keep[word] = 0;
-#pragma unroll 1
+#pragma unroll kAtOnce
       for (int bit = 0; bit < kBits; ++bit) {
         const int i = word * kBits + bit;
         const int j = min(i & 2 ? kv[1] : kv[0], sp.seqlen_kv - 1);
         const int row = min(q_first + i / 4 * 8 + col + i % 2, sp.seqlen_q - 1);
-        keep[word] |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, row, j)
-                                                         : gpu::KeepSegment(rules, row, j))
-                      << bit;
+        keep[word] |= static_cast<uint32_t>(keep_pair(row, j)) << bit;
       }
     }
 #pragma unroll
@@ -619,9 +670,8 @@ struct BackwardKernel {
       clear(tDk);
       clear(tDv);
 
-      // Steps: the query tiles of one head after those of another.
-      const int num_steps = sp.group_size * (info.q_end - info.q_begin);
-      int head = info.kv_head * sp.group_size, m = info.q_begin;
+      // The query tiles of one head after those of another.
+      const int num_steps = info.num_steps;
       for (int step = 0; step < num_steps; ++step) {
         const int stage = state.stage;
         const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
@@ -635,7 +685,7 @@ struct BackwardKernel {
         warpgroup_fence_operand(tDp);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        const int flags = smem.flags[stage];
+        const auto [flags, head, m] = smem.steps[stage];
         float lse2[kScoreRegs / 2];
         ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
         gpu::Wait(&smem.dout_ring.full[stage], state.phase);
@@ -729,10 +779,6 @@ struct BackwardKernel {
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
         release(&smem.q_ring.empty[stage]);
         state.Next();
-        if (++m == info.q_end) {
-          m = info.q_begin;
-          ++head;
-        }
       }
       release(&smem.kv_empty);
       Finish(p, info, group, x, dk, dv);

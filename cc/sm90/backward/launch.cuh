@@ -7,6 +7,7 @@
 #include "cc/gpu/check.h"
 #include "cc/gpu/delta.cuh"
 #include "cc/gpu/launch.h"
+#include "cc/gpu/mask_plan.h"
 #include "cc/gpu/repair_backward.cuh"
 #include "cc/gpu/segment_plan.h"
 #include "cc/sm90/backward/kernel.cuh"
@@ -76,6 +77,13 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
   if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+  // Where key tiles take turns at query tiles, none is skipped.
+  if ((problem.has_mask || problem.has_tile_mask) && !problem.deterministic) {
+    const cudaError_t error =
+        gpu::RunMaskPlan(params.score, kTile.block_q, kTile.block_kv, gpu::WalkOver::kQueries,
+                         memory + workspace.mask_plan, stream, &params.score.mask_plan);
+    if (Status s = gpu::ToStatus(error, "mask plan"); !s.ok()) return s;
+  }
   gpu::RepairList dq_list{};
   if (problem.has_segment_ids) {
     dq_list = {counters + 1, reinterpret_cast<gpu::Strip*>(memory + workspace.dq_strips)};

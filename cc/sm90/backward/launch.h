@@ -17,7 +17,8 @@ Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, con
 
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
-  int64_t counters, turns, dq, lse2, delta, dq_strips, dkv_strips, q_plan, kv_plan, bytes;
+  int64_t counters, turns, dq, lse2, delta, mask_plan, dq_strips, dkv_strips, q_plan, kv_plan,
+      bytes;
 };
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
@@ -46,6 +47,8 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
+  w.mask_plan = take(gpu::MaskPlanBytes(p, CeilDiv(p.seqlen_kv, tile.block_kv),
+                                        CeilDiv(p.seqlen_q, tile.block_q)));
   if (p.has_segment_ids) {
     // Both column halves of a strip may report it.
     w.dq_strips = take(2 * gpu::RepairListBytes(p));

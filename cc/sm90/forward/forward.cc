@@ -13,7 +13,7 @@ namespace sm90 {
 namespace {
 
 ForwardMode ModeOf(const Problem& p, const ForwardTile& tile) {
-  if (p.has_positions || p.has_mask || p.has_bias) return ForwardMode::kGeneral;
+  if (p.has_positions || p.has_mask || p.has_tile_mask || p.has_bias) return ForwardMode::kGeneral;
   if (p.uses_positions() || p.has_segment_ids || tile.head_dim != 128 || tile.head_dim_v != 128)
     return ForwardMode::kInterval;
   return ForwardMode::kDense;
@@ -24,7 +24,11 @@ std::string Refusal(const Problem& problem, const Device& device) {
 }
 
 int64_t Workspace(const Problem& problem, const Device&) {
-  return gpu::ForwardWorkspaceBytes(problem);
+  const ForwardTile tile = TileOf(static_cast<int>(problem.head_dim),
+                                  static_cast<int>(problem.head_dim_v), ForwardMode::kGeneral);
+  return gpu::ForwardWorkspaceBytes(problem) +
+         gpu::MaskPlanBytes(problem, CeilDiv(problem.seqlen_q, tile.block_q),
+                            CeilDiv(problem.seqlen_kv, tile.block_kv));
 }
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {

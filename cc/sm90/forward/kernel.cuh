@@ -67,12 +67,18 @@ struct ForwardKernel {
   // What a tile is, worked out once by the producer.
   using TileInfo = gpu::ForwardTileInfo;
 
+  struct KeyTile {
+    int first;      // key
+    int is_masked;  // by a mask, here and there
+  };
+
   struct alignas(1024) SharedStorage {
     alignas(1024) Element q[kBlockQ * kHeadDim];
     alignas(1024) Element k[kStages][kBlockKv * kHeadDim];
     alignas(1024) Element v[kStages][kBlockKv * kHeadDimV];
     gpu::Barrier q_full[kConsumers], q_empty[kConsumers];
     gpu::Ring<kStages> k_ring, v_ring;
+    KeyTile key_tiles[kStages];  // kHasElements: of the slots of k_ring
     TileInfo info[kInfoSlots];
   };
 
@@ -110,9 +116,22 @@ struct ForwardKernel {
             smem.q + group * 64 * kBoxCols, q_tensor, &smem.q_full[group],
             min(first, s.seqlen_q - 1), max(1, min(64, s.seqlen_q - first)), info.head, q_entry);
       };
+      // Tiles of the range by the mask, which skips some.
+      const gpu::TileWord* line = nullptr;
+      int line_first = 0;
+      if constexpr (kHasElements) {
+        line = gpu::LineOf(s.mask_plan, info.batch, info.head, info.q_first / kBlockQ);
+        if (line != nullptr) line_first = info.kv_first / kBlockKv;
+      }
+      auto last_seen = [&](int n) {
+        return gpu::LastSeen(line, line_first, line_first + n) - line_first;
+      };
       auto load_k = [&](int n) {
         const int first = info.kv_first + n * kBlockKv;
         gpu::Wait(&smem.k_ring.empty[k_state.stage], k_state.phase);
+        if constexpr (kHasElements) {
+          smem.key_tiles[k_state.stage] = {first, gpu::IsPartial(line, line_first + n)};
+        }
         gpu::ArriveExpect(&smem.k_ring.full[k_state.stage], kBlockKv * kHeadDim * 2);
         gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(
             smem.k[k_state.stage], k_tensor, &smem.k_ring.full[k_state.stage], first,
@@ -129,17 +148,19 @@ struct ForwardKernel {
         v_state.Next();
       };
       load_q(0);
-      if (info.num_kv_tiles > 0) load_k(info.num_kv_tiles - 1);
+      int n = last_seen(info.kv_range - 1);
+      if (n >= 0) load_k(n);
       for (int group = 1; group < kConsumers; ++group) load_q(group);
       q_phase ^= 1;
       slot = slot == kInfoSlots - 1 ? 0 : slot + 1;
-      for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
-        load_k(n);
-        load_v(n + 1);
+      for (int next = last_seen(n - 1); next >= 0; next = last_seen(n - 1)) {
+        load_k(next);
+        load_v(n);
+        n = next;
       }
       // Not earlier: a tile claimed ahead of time waits while other blocks idle.
       tile = gridDim.x + atomicAdd(p.next_tile, 1);
-      if (info.num_kv_tiles > 0) load_v(0);
+      if (n >= 0) load_v(n);
     }
     for (int group = 0; group < kConsumers; ++group) {
       gpu::Wait(&smem.q_empty[group], q_phase);
@@ -192,12 +213,54 @@ struct ForwardKernel {
     }
   }
 
+  // Where only a mask selects: a mask's pairs of neighbouring keys, several at a time.
+  static __device__ __forceinline__ void ApplyMask(const gpu::ScoreParams& sp, const TileInfo& info,
+                                                   const Rows& rows, int first_col,
+                                                   float (&s)[kScoreRegs]) {
+    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, false);
+    const int row[2] = {min(rows.index[0], sp.seqlen_q - 1), min(rows.index[1], sp.seqlen_q - 1)};
+    // Two bits of each row, for keys j and j + 1 where j is even.
+    auto select = [&](auto pair) {
+      constexpr int kWords = (kScoreRegs + 31) / 32;
+      uint32_t keep[kWords] = {};
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+#pragma unroll 4
+        for (int i = 0; i < min(8, kScoreRegs / 4 - word * 8); ++i) {
+          const int j = first_col + (word * 8 + i) * 8;
+          keep[word] |= (pair(row[0], j) | pair(row[1], j) << 2) << (i * 4);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) s[i] = keep[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
+    };
+    // Keys beyond the operand are masked anyway: any others stand in for them.
+    const int last = sp.seqlen_kv - 1;
+    if (sp.tile_mask.tiles.data != nullptr) {
+      select([&](int i, int j) {
+        return gpu::TileMaskByte(sp.tile_mask, rules, i, min(j, last) / 8 * 8) >> j % 8 & 3u;
+      });
+    } else if (sp.mask_strides.col == 1 && sp.seqlen_kv % 2 == 0) {
+      const auto* mask = static_cast<const uint8_t*>(sp.mask.data) + rules.mask_at;
+      select([&](int i, int j) {
+        const uint32_t x =
+            *reinterpret_cast<const uint16_t*>(mask + i * sp.mask_strides.row + min(j, last - 1));
+        return (x | x >> 7) & 3u;
+      });
+    } else {
+      select([&](int i, int j) {
+        return static_cast<uint32_t>(gpu::KeepDense(sp, rules, i, min(j, last))) |
+               static_cast<uint32_t>(gpu::KeepDense(sp, rules, i, min(j + 1, last))) << 1;
+      });
+    }
+  }
+
   // Scores of one key tile: scale, bias and soft cap where they cannot be folded into the exponent,
   // then masks.
   static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
                                                       float scale, float cap, bool is_transformed,
                                                       const Rows& rows, int kv_first,
-                                                      float (&s)[kScoreRegs]) {
+                                                      bool is_masked, float (&s)[kScoreRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const int col = 2 * (threadIdx.x % 4);
     if (is_transformed) {
@@ -219,7 +282,7 @@ struct ForwardKernel {
         for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end) {
+    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end || is_masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int lo = rows.interval[r].x - kv_first - col;
@@ -234,7 +297,9 @@ struct ForwardKernel {
         }
       }
       if constexpr (kHasSegments) {
-        if (info.is_elementwise) {
+        if (kHasElements && is_masked && !info.is_elementwise) {
+          ApplyMask(sp, info, rows, kv_first + col, s);
+        } else if (info.is_elementwise || is_masked) {
           const gpu::ElementRules rules =
               gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
           // Rolled loops over bits keep the code small: the registers themselves need constant
@@ -335,8 +400,18 @@ struct ForwardKernel {
       gpu::RowStats stats;
       float rescale[2];
       if (info.num_kv_tiles > 0) {
-        int kv_first = info.kv_first + (info.num_kv_tiles - 1) * kBlockKv;
-        gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+        int kv_first = info.kv_first + info.kv_range * kBlockKv;
+        bool is_masked = false;
+        auto await_keys = [&] {
+          gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+          if constexpr (kHasElements) {
+            kv_first = smem.key_tiles[k_state.stage].first;
+            is_masked = smem.key_tiles[k_state.stage].is_masked;
+          } else {
+            kv_first -= kBlockKv;
+          }
+        };
+        await_keys();
         warpgroup_fence_operand(tSrS);
         warpgroup_arrive();
         Gemm(mma_qk, tSrQ, tSrK(_, _, _, k_state.stage), tSrS, false);
@@ -344,13 +419,12 @@ struct ForwardKernel {
         warpgroup_fence_operand(tSrS);
         release(&smem.k_ring.empty[k_state.stage]);
         k_state.Next();
-        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, s);
+        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
         gpu::OnlineSoftmax(s, factor, stats, rescale);
         convert();
         bool accumulates = false;
         for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
-          kv_first -= kBlockKv;
-          gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+          await_keys();
           my_turn();
           warpgroup_fence_operand(tSrS);
           warpgroup_fence_operand(tOrP);
@@ -365,7 +439,7 @@ struct ForwardKernel {
           warpgroup_fence_operand(tSrS);
           release(&smem.k_ring.empty[k_state.stage]);
           k_state.Next();
-          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, s);
+          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
           gpu::OnlineSoftmax(s, factor, stats, rescale);
           // ptxas would move the wait in front of the softmax, which is to run under the value
           // product: a branch that needs the sums holds it back. They are never negative.

@@ -89,6 +89,8 @@ struct Case {
   bool poison = false, share_k = false, dlse = false, deterministic = false;
   float mul = 1.f, kadd = 0.f, qadd = 0.f;
   bool dbias = false;
+  bool blocks = false;               // the mask keeps and drops in blocks
+  int tile_rows = 0, tile_cols = 0;  // a tile mask; bits of `mask`: head, batch
 };
 
 // ------------------------------------------------------------------------------------------------
@@ -213,6 +215,12 @@ __global__ void ref_ds(Ref r) {  // block per (b, n, i): ds, delta, dq
     r.dq[(((int64_t)b * r.T + i) * r.N + n) * r.H + d] = o * r.scale;
   }
 }
+__global__ void ref_dbias(Ref r) {  // after ref_ds
+  int i = blockIdx.x % r.T, n = blockIdx.x / r.T % r.N, b = blockIdx.x / r.T / r.N;
+  for (int j = threadIdx.x; j < r.S; j += blockDim.x)
+    atomicAdd(r.dsbias + b * r.bs[3] + n * r.bs[0] + i * r.bs[1] + j * r.bs[2],
+              r.ds[(int64_t)blockIdx.x * r.S + j]);
+}
 __global__ void ref_dkv(Ref r) {  // block per (b, k, j)
   int j = blockIdx.x % r.S, kh = blockIdx.x / r.S % r.K, b = blockIdx.x / r.S / r.K;
   int g = r.N / r.K;
@@ -278,7 +286,8 @@ struct Data {
   Problem p;
   Operands o;
   Ref r{};
-  void *out, *lse, *dq, *dk, *dv, *dsinks;
+  void *out, *lse, *dq, *dk, *dv, *dsinks, *dbias = nullptr;
+  int64_t nbias = 0;
   int64_t nq, nk, nv, no, nl;
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
@@ -406,12 +415,45 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
     op.batch = bits & 8 ? full(B) : shared(B);
     if (bits & 8) n *= B;
   };
-  if (c.mask) {
+  if (c.tile_rows) {
+    const int rows = (c.T + c.tile_rows - 1) / c.tile_rows,
+              cols = (c.S + c.tile_cols - 1) / c.tile_cols, num_partial = 3;
+    const int heads = c.mask & 1 ? c.N : 1, entries = c.mask & 8 ? B : 1;
+    const int64_t bits_size = (int64_t)num_partial * c.tile_rows * c.tile_cols / 8;
+    std::vector<uint8_t> bits(entries * bits_size);
+    for (auto& y : bits) y = rng();
+    std::vector<int> tiles((int64_t)entries * heads * rows * cols);
+    for (auto& y : tiles) y = std::max(0, (int)(rng() % (2 + num_partial + 3)) - 3);
+    std::vector<char> dense((int64_t)entries * heads * c.T * c.S);
+    for (int64_t x = 0; x < (int64_t)dense.size(); ++x) {
+      const int j = x % c.S, i = x / c.S % c.T;
+      const int64_t eh = x / c.S / c.T, e = eh / heads;
+      const int code = tiles[(eh * rows + i / c.tile_rows) * cols + j / c.tile_cols];
+      const int64_t bit =
+          ((int64_t)(code - 2) * c.tile_rows + i % c.tile_rows) * c.tile_cols + j % c.tile_cols;
+      dense[x] = code < 2 ? code : bits[e * bits_size + bit / 8] >> bit % 8 & 1;
+    }
+    r.mask = (const bool*)upload(d.a, dense);
+    r.ms[0] = heads == 1 ? 0 : (int64_t)c.T * c.S;
+    r.ms[1] = c.S;
+    r.ms[2] = 1;
+    r.ms[3] = entries == 1 ? 0 : (int64_t)heads * c.T * c.S;
+    o.mask_tiles = {upload(d.a, tiles), DType::kS32, entries == 1 ? shared(B) : full(B)};
+    o.mask_bits = {upload(d.a, bits), DType::kU8, entries == 1 ? shared(B) : full(B)};
+    p.has_tile_mask = true;
+    p.tile_rows = c.tile_rows;
+    p.tile_cols = c.tile_cols;
+    p.num_mask_heads = heads;
+    p.num_partial_tiles = num_partial;
+  } else if (c.mask) {
     int64_t n;
     shape(c.mask, r.ms, o.mask_strides, o.mask, n);
     std::vector<char> x(n);
     for (auto& y : x) y = rng() % 4 != 0;
-    if (n > 3000)
+    if (c.blocks && (c.mask & 6) == 6)
+      for (int64_t y = 0; y < n; ++y)
+        x[y] = (y % c.S / 150 + y / c.S % c.T / 130 + y / c.S / c.T) % 3 == 0;
+    if (n > 3000 && !c.blocks)
       for (int64_t i = 0; i < c.S; ++i) x[i] = 0;
     auto* m = upload(d.a, x);
     r.mask = (const bool*)m;
@@ -422,6 +464,7 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
   if (c.bias) {
     int64_t n;
     shape(c.bias, r.bs, o.bias_strides, o.bias, n);
+    d.nbias = n;
     auto* m = d.a.get(n * 4);
     fill_normal<<<256, 256>>>(m, c.bias_dt, n, seed + 77, 1, 0);
     r.bias = m;
@@ -430,6 +473,11 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
     o.bias.dtype = dtype_of(c.bias_dt);
     p.has_bias = true;
     p.bias_dtype = o.bias.dtype;
+    if (c.dbias) {
+      d.dbias = d.a.get(n * 4);
+      o.dbias = {d.dbias, o.bias.dtype, o.bias.batch, c.bias & 8 ? B : 1};
+      p.dbias_shape = {n};
+    }
   }
   if (c.cap > 0) {
     auto* x = upload(d.a, std::vector<float>{c.cap});
@@ -504,6 +552,10 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
     r.dq = (double*)d.a.get(d.nq * 8);
     r.dk = (double*)d.a.get((int64_t)B * c.S * c.K * c.H * 8);
     r.dv = (double*)d.a.get(d.nv * 8);
+    if (c.dbias && d.nbias) {
+      r.dsbias = (double*)d.a.get(d.nbias * 8);
+      CK(cudaMemset(r.dsbias, 0, d.nbias * 8));
+    }
   }
   CK(cudaDeviceSynchronize());
 }
@@ -515,6 +567,7 @@ static int launch(Data& d, Pass pass, cudaStream_t stream, std::string* why) {
   dev.compute_capability = DRIVER_CAPABILITY;
   d.p.pass = pass;
   d.p.wants_dsinks = pass == Pass::kBackward && d.c.sinks;
+  d.p.wants_dbias = pass == Pass::kBackward && d.dbias != nullptr;
   std::string no = kernel.refusal(d.p, dev);
   if (!no.empty()) {
     *why = no;
@@ -659,6 +712,13 @@ static void check(const Case& c, uint32_t seed) {
       report(c, "dq", compare(d.dq, c.dt, d.r.dq, d.nq), c.name == "far lse" ? 0.1 : be, line);
       report(c, "dk", compare(d.dk, c.dt, d.r.dk, (int64_t)c.B * c.S * c.K * c.H), be, line);
       report(c, "dv", compare(d.dv, c.dt, d.r.dv, d.nv), be, line);
+      if (d.dbias) {
+        ref_dbias<<<c.B * c.N * c.T, 128>>>(d.r);
+        CK(cudaDeviceSynchronize());
+        // Sums that cancel carry the rounding of out per row.
+        report(c, "dbias", compare(d.dbias, c.bias_dt, d.r.dsbias, d.nbias),
+               (c.bias & 6) == 6 ? be : 0.1, line);
+      }
       if (c.seg && line.find("FAIL") != std::string::npos) {
         int n[3];
         CK(cudaMemcpy(n, d.workspace, 12, cudaMemcpyDeviceToHost));
@@ -882,6 +942,46 @@ int main(int argc, char** argv) {
         c.bias = m;
         c.bias_dt = m % 3;
       });
+    for (int m : {16, 1, 2, 4, 6, 7, 15, 12})
+      add("dbias", [m](Case& c) {
+        c.bias = m;
+        c.bias_dt = m % 3;
+        c.dbias = c.dlse = true;
+        c.causal = m % 2;
+        c.cap = m == 7 ? 6 : 0;
+      });
+    for (int m : {6, 7, 14, 15})
+      add("mask blocks", [m](Case& c) {
+        c.mask = m;
+        c.blocks = true;
+        c.T = 500;
+        c.S = 700;
+        c.N = 4;
+        c.causal = m == 15;
+        c.deterministic = m == 7;
+        c.seg = m == 14 ? 1 : 0;
+        c.poison = m == 14;
+      });
+    for (int m : {16, 1, 8, 9})
+      add("tile mask", [m](Case& c) {
+        c.mask = m;
+        c.tile_rows = m == 16 ? 128 : m == 1 ? 48 : 256;
+        c.tile_cols = m == 16 ? 128 : m == 1 ? 24 : 64;
+        c.T = 600;
+        c.S = 500;
+        c.N = 4;
+        c.left = m == 9 ? 200 : kUnbounded;
+        c.deterministic = m == 8;
+      });
+    for (int s : {1, 2, 3, 4})
+      add("det segments", [s](Case& c) {
+        c.deterministic = true;
+        c.seg = s;
+        c.causal = s % 2;
+        c.T = s == 4 ? 700 : 900;
+        c.S = 900;
+        c.N = 4;
+      });
     add("qpos", [](Case& c) {
       c.qpos = true;
       c.causal = true;
@@ -1014,6 +1114,13 @@ int main(int argc, char** argv) {
       c.share_k = one(8) && !c.poison;
       c.dlse = one(4);
       c.deterministic = one(5);
+      c.dbias = c.bias && one(2);
+      c.blocks = one(2);
+      if (one(8)) {
+        c.mask = 1 + rng() % 15;
+        c.tile_rows = 16 << rng() % 5;
+        c.tile_cols = 8 << rng() % 6;
+      }
       if (getenv("F16")) c.dt = rng() % 2;
       check(c, 1000 + f);
     }
