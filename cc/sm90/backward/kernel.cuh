@@ -33,8 +33,10 @@ struct BackwardParams {
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
   int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
   int* next_tile;  // zeroed
-  int* turns;  // [batch, N, query tile, warpgroup], zeroed; null where the order of additions is
-               // free
+  int* turns;    // [batch, N, query tile, warpgroup], zeroed; null where the order of additions is
+                 // free
+  float* dbias;  // summed in float32, zeroed; null if it is not wanted
+  BatchMap dbias_map;
   gpu::RepairList repair;
 };
 
@@ -520,6 +522,59 @@ struct BackwardKernel {
     }
   }
 
+  // Adds dS to dbias. Along a dimension that the bias shares, the warp sums first.
+  static __device__ __forceinline__ void AddBiasGradient(const BackwardParams& p,
+                                                         const TileInfo& info, int head,
+                                                         int q_first, const int (&kv)[2],
+                                                         const float (&ds)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const ScoreStrides& strides = sp.bias_strides;
+    float* to =
+        p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry + head * strides.head;
+    const int lane = threadIdx.x % 32, row = q_first + 2 * (lane % 4);
+    auto add = [&](bool is_inside, int64_t at, float x) {
+      if (is_inside && x != 0.f) atomicAdd(to + at, x);
+    };
+    if (strides.row != 0 && strides.col != 0) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) {
+        const int q = row + i / 4 * 8 + i % 2, j = kv[i / 2 % 2];
+        add(q < sp.seqlen_q && j < sp.seqlen_kv, q * strides.row + j * strides.col, ds[i]);
+      }
+    } else if (strides.col != 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs / 4; ++i) sum += ds[i * 4 + r * 2] + ds[i * 4 + r * 2 + 1];
+        sum = gpu::QuadSum(sum);
+        add(lane % 4 == 0 && kv[r] < sp.seqlen_kv, kv[r] * strides.col, sum);
+      }
+    } else {
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float sum = ds[i * 4 + c] + ds[i * 4 + 2 + c];
+          if (strides.row == 0) {
+            total += sum;
+            continue;
+          }
+#pragma unroll
+          for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+          const int q = row + i * 8 + c;
+          add(lane / 4 == 0 && q < sp.seqlen_q, q * strides.row, sum);
+        }
+      }
+      if (strides.row == 0) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+        add(lane == 0, 0, total);
+      }
+    }
+  }
+
   // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
   static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
@@ -743,6 +798,9 @@ struct BackwardKernel {
         if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
+        }
+        if constexpr (kHasElements) {
+          if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
         }
         if constexpr (!kEarlyDv) {
 #pragma unroll

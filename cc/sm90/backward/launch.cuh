@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cc/gpu/bias_gradient.h"
 #include "cc/gpu/check.h"
 #include "cc/gpu/delta.cuh"
 #include "cc/gpu/launch.h"
@@ -66,7 +67,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.pairs_per_section = static_cast<int>(
       std::clamp<int64_t>(std::max(kBackwardSectionBytes / group_bytes, least), 1, kv_pairs));
 
-  // Counters, turns and dq lie side by side: one memset zeroes them.
+  // Counters, turns, dbias and dq lie side by side: one memset zeroes them.
   const int64_t dq_bytes = q_pairs * params.num_q_tiles * kTile.block_q * kHeadDim * 4;
   if (Status s =
           gpu::ToStatus(cudaMemsetAsync(memory, 0, workspace.dq + dq_bytes, stream), "memset");
@@ -77,6 +78,19 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
   if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+  const int64_t dbias_size = BiasGradientSize(problem);
+  if (dbias_size > 0) {
+    params.dbias_map = operands.dbias.batch;
+    if (problem.bias_dtype == DType::kF32) {
+      params.dbias = static_cast<float*>(operands.dbias.data);
+      if (Status s =
+              gpu::ToStatus(cudaMemsetAsync(params.dbias, 0, dbias_size * 4, stream), "memset");
+          !s.ok())
+        return s;
+    } else {
+      params.dbias = reinterpret_cast<float*>(memory + workspace.dbias);
+    }
+  }
   // Where key tiles take turns at query tiles, none is skipped.
   if ((problem.has_mask || problem.has_tile_mask) && !problem.deterministic) {
     const cudaError_t error =
@@ -156,6 +170,11 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   ConvertDq<Kernel><<<static_cast<unsigned>(q_pairs * params.num_q_tiles), 256, 0, stream>>>(
       params, operands.dq.data, dq_list);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "convert"); !s.ok()) return s;
+  if (dbias_size > 0 && problem.bias_dtype != DType::kF32) {
+    const cudaError_t error = gpu::ConvertBiasGradient(params.dbias, operands.dbias.data,
+                                                       problem.bias_dtype, dbias_size, stream);
+    if (Status s = gpu::ToStatus(error, "dbias"); !s.ok()) return s;
+  }
 
   if (problem.has_segment_ids) {
     const gpu::RepairBackwardParams repair = {

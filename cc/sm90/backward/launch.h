@@ -17,8 +17,8 @@ Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, con
 
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
-  int64_t counters, turns, dq, lse2, delta, mask_plan, dq_strips, dkv_strips, q_plan, kv_plan,
-      bytes;
+  int64_t counters, turns, dbias, dq, lse2, delta, mask_plan, dq_strips, dkv_strips, q_plan,
+      kv_plan, bytes;
 };
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
@@ -28,6 +28,14 @@ inline Problem Swapped(Problem p) {
   std::swap(p.seqlen_q, p.seqlen_kv);
   std::swap(p.num_q_heads, p.num_kv_heads);
   return p;
+}
+
+// Elements of dbias, 0 if it is not wanted.
+inline int64_t BiasGradientSize(const Problem& p) {
+  if (!p.wants_dbias) return 0;
+  int64_t size = 1;
+  for (int64_t x : p.dbias_shape) size *= x;
+  return size;
 }
 
 inline BackwardWorkspace WorkspaceOf(const Problem& p) {
@@ -44,6 +52,7 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   // Everything up to and with dq is zeroed in one go.
   if (p.deterministic)
     w.turns = take(p.batch * p.num_q_heads * CeilDiv(p.seqlen_q, tile.block_q) * 2 * 4);
+  if (p.bias_dtype != DType::kF32) w.dbias = take(BiasGradientSize(p) * 4);
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
