@@ -33,9 +33,12 @@ struct BackwardParams {
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
   int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
   int* next_tile;  // zeroed
-  int* turns;    // [batch, N, query tile, warpgroup], zeroed; null where the order of additions is
-                 // free
-  float* dbias;  // summed in float32, zeroed; null if it is not wanted
+  // Null where the order of additions is free; see "Addition of dq".
+  int* turns;  // [batch, N, query tile, warpgroup], zeroed
+  int2*
+      turn_takers;  // [batch, key tile]: first and one past the last query tile it takes a turn at
+  int* first_takers;  // [batch, query tile]: first key tile that takes a turn
+  float* dbias;       // summed in float32, zeroed; null if it is not wanted
   BatchMap dbias_map;
   gpu::RepairList repair;
 };
@@ -175,9 +178,7 @@ struct BackwardKernel {
     info.num_steps = s.group_size * (info.q_end - info.q_begin);
     if constexpr (kHasElements) {
       info.is_elementwise = s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
-      if (s.mask_plan.words == nullptr) {
-        info.is_elementwise |= s.mask.data != nullptr || s.tile_mask.tiles.data != nullptr;
-      } else {
+      if (s.mask_plan.words != nullptr) {
         info.num_steps = 0;
         for (int g = 0; g < s.group_size; ++g) {
           info.num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
@@ -594,53 +595,93 @@ struct BackwardKernel {
     }
   }
 
-  // Adds a step's dq to device memory, each thread's registers in their own order. With `turns` key
-  // tiles take turns in their order, so that every run adds in the same order; a tile's turn is the
-  // number of tiles before it that add to the same queries. Blocks start tiles in that order too,
-  // so the tile waited for is running or done.
+  // Addition of dq
+  // ----------------------------------------------------------------------------------------------------------
+  //
+  // Accumulators are added in the order of their registers; ConvertDq puts them right. With `turns`
+  // key tiles take turns in their order at each query tile, so that every run adds in the same
+  // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
+  // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
+  // or done.
+
+  static constexpr int kDqFloats = kBlockQ * kHeadDim / kConsumers;  // of a warpgroup
+
+  // One warpgroup's part of one (query head, query tile).
+  struct DqPart {
+    float* to;
+    int* turn;  // null where the order is free
+    int mine;
+
+    __device__ DqPart(const BackwardParams& p, const TileInfo& info, int head, int m, int group) {
+      const int tile = (info.batch * p.score.num_q_heads + head) * p.num_q_tiles + m;
+      const int64_t part = static_cast<int64_t>(tile) * kConsumers + group;
+      to = p.dq + part * kDqFloats;
+      turn = p.turns == nullptr ? nullptr : p.turns + part;
+      mine = p.turns == nullptr
+                 ? 0
+                 : info.kv_first / kBlockKv -
+                       p.first_takers[static_cast<int64_t>(info.batch) * p.num_q_tiles + m];
+    }
+    __device__ void Await() const {
+      int now;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+      } while (now != mine);
+    }
+    __device__ void Pass() const {
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
+    }
+  };
+
   template <class Dq>
-  static __device__ __forceinline__ void AddDq(const BackwardParams& p, const TileInfo& info,
-                                               int head, int m, int group, const Dq& dq) {
-    constexpr int kFloats = kBlockQ * kHeadDim / kConsumers;
+  static __device__ __forceinline__ void AddDq(const DqPart& part, int group, const Dq& dq) {
     const int thread = threadIdx.x % 128;
-    const int tile = (info.batch * p.score.num_q_heads + head) * p.num_q_tiles + m;
-    const int64_t part = static_cast<int64_t>(tile) * kConsumers + group;
-    int *turn = nullptr, mine = 0;
-    if (p.turns != nullptr) {
-      turn = p.turns + part;
-      mine = info.kv_first / kBlockKv - FirstKvTile(info, m);
-      if (thread == 0) {
-        int now;
-        do {
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        } while (now != mine);
-      }
+    if (part.turn != nullptr) {
+      if (thread == 0) part.Await();
       gpu::NamedSync(kDqBar + group, 128);
     }
-    float* to = p.dq + part * kFloats + thread * 4;
+    float* to = part.to + thread * 4;
 #pragma unroll
     for (int i = 0; i < size(dq) / 4; ++i) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
                    "f"(dq(i * 4)), "f"(dq(i * 4 + 1)), "f"(dq(i * 4 + 2)), "f"(dq(i * 4 + 3))
                    : "memory");
     }
-    if (turn != nullptr) {
+    if (part.turn != nullptr) {
       // Complete before the next tile may add.
       __threadfence();
       gpu::NamedSync(kDqBar + group, 128);
-      if (thread == 0) {
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
-      }
+      if (thread == 0) part.Pass();
     }
   }
 
-  // The first key tile whose range of query tiles holds m. Without segments ranges only move
-  // forward with the keys.
-  static __device__ __forceinline__ int FirstKvTile(const TileInfo& info, int m) {
-    // Tile t ends with query min(q_length, kv_end(t) - lo_shift); it must lie beyond the first row
-    // of m.
-    const int past = m * kBlockQ + info.limits.lo_shift;  // kv_end(t) > past
-    return past < 0 ? 0 : past / kBlockKv;
+  // A thread of its own goes through the tiles with the consumers and passes on the turns at query
+  // tiles to which they have nothing to add.
+  static __device__ __forceinline__ void PassTurns(const BackwardParams& p, SharedStorage& smem) {
+    int kv_phase = 0, slot = 0;
+    while (true) {
+      gpu::Wait(&smem.kv_full, kv_phase);
+      kv_phase ^= 1;
+      const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
+      slot ^= 1;
+      if (info.is_last) break;
+      gpu::Arrive(&smem.kv_empty);
+      if (p.turns == nullptr) continue;
+      const int2 takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.num_kv_tiles +
+                                       info.kv_first / kBlockKv];
+      for (int g = 0; g < p.score.group_size; ++g) {
+        const int head = info.kv_head * p.score.group_size + g;
+        const gpu::TileWord* line = LineOf(p.score, info, head);
+        for (int m = takes.x; m < takes.y; ++m) {
+          if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) continue;
+          for (int group = 0; group < kConsumers; ++group) {
+            const DqPart part(p, info, head, m, group);
+            part.Await();
+            part.Pass();
+          }
+        }
+      }
+    }
   }
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
@@ -831,7 +872,7 @@ struct BackwardKernel {
         warpgroup_fence_operand(tDv);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
         release(&smem.dout_ring.empty[stage]);
-        AddDq(p, info, head, m, group, tDq);
+        AddDq(DqPart(p, info, head, m, group), group, tDq);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
@@ -893,7 +934,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
-    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers);
+    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + 1);
     for (int i = 0; i < Kernel::kStages; ++i) {
       gpu::InitBarrier(&smem.q_ring.full[i], 1);
       gpu::InitBarrier(&smem.q_ring.empty[i], 4 * Kernel::kConsumers);
@@ -905,10 +946,71 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
-    if (threadIdx.x == 0) Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
+    if (threadIdx.x == 0) {
+      Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
+    } else if (threadIdx.x == 32) {
+      Kernel::PassTurns(p, smem);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
     Kernel::Consume(p, smem);
+  }
+}
+
+// Who takes a turn at which query tile, for one batch entry per block. Key tiles take one at every
+// query tile between the first that they or a later tile need and the last that they or an earlier
+// one need; so those of one query tile follow each other, and a tile's turn is its distance from
+// the first. Where ranges only move forward, as with sorted segments, nobody takes one in vain.
+template <class Kernel>
+__global__ void __launch_bounds__(256) PlanTurns(const __grid_constant__ BackwardParams p) {
+  __shared__ int scan[256];
+  const int b = blockIdx.x, thread = threadIdx.x, n = p.num_kv_tiles;
+  int2* takers = p.turn_takers + static_cast<int64_t>(b) * n;
+  const gpu::EntryLimits limits = gpu::LimitsOf(p.score, b);
+  for (int t = thread; t < n; t += 256) {
+    const int2 range = Kernel::QueryTiles(p, limits, b, t);
+    takers[t] = range.x < range.y ? range : make_int2(p.num_q_tiles, 0);
+  }
+  __syncthreads();
+  // The largest x of this thread and those before it.
+  auto running_max = [&](int x) {
+    scan[thread] = x;
+    __syncthreads();
+    for (int step = 1; step < 256; step *= 2) {
+      const int other = thread >= step ? scan[thread - step] : x;
+      __syncthreads();
+      x = max(x, other);
+      scan[thread] = x;
+      __syncthreads();
+    }
+    return x;
+  };
+  int last = 0, first = -p.num_q_tiles;  // of all tiles before, and minus that of all behind
+  for (int base = 0; base < n; base += 256) {
+    const int up = base + thread, down = n - 1 - up;
+    const int end = max(last, running_max(up < n ? takers[up].y : 0));
+    last = max(last, scan[255]);
+    __syncthreads();
+    const int begin = max(first, running_max(up < n ? -takers[down].x : -p.num_q_tiles));
+    first = max(first, scan[255]);
+    __syncthreads();
+    if (up < n) {
+      takers[up].y = end;
+      takers[down].x = -begin;
+    }
+    __syncthreads();
+  }
+  for (int m = thread; m < p.num_q_tiles; m += 256) {
+    int lo = 0, hi = n;  // first tile that reaches beyond m
+    while (lo < hi) {
+      const int mid = (lo + hi) / 2;
+      if (takers[mid].y <= m) {
+        lo = mid + 1;
+      } else {
+        hi = mid;
+      }
+    }
+    p.first_takers[static_cast<int64_t>(b) * p.num_q_tiles + m] = lo;
   }
 }
 

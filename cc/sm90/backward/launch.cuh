@@ -77,7 +77,6 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.next_tile = counters;
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
-  if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
   const int64_t dbias_size = BiasGradientSize(problem);
   if (dbias_size > 0) {
     params.dbias_map = operands.dbias.batch;
@@ -91,8 +90,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       params.dbias = reinterpret_cast<float*>(memory + workspace.dbias);
     }
   }
-  // Where key tiles take turns at query tiles, none is skipped.
-  if ((problem.has_mask || problem.has_tile_mask) && !problem.deterministic) {
+  if (problem.has_mask || problem.has_tile_mask) {
     const cudaError_t error =
         gpu::RunMaskPlan(params.score, kTile.block_q, kTile.block_kv, gpu::WalkOver::kQueries,
                          memory + workspace.mask_plan, stream, &params.score.mask_plan);
@@ -111,6 +109,14 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       error = gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
     }
     if (Status s = gpu::ToStatus(error, "segment plan"); !s.ok()) return s;
+  }
+
+  if (problem.deterministic) {
+    params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+    params.turn_takers = reinterpret_cast<int2*>(memory + workspace.turn_takers);
+    params.first_takers = reinterpret_cast<int*>(memory + workspace.first_takers);
+    PlanTurns<Kernel><<<static_cast<unsigned>(problem.batch), 256, 0, stream>>>(params);
+    if (Status s = gpu::ToStatus(cudaGetLastError(), "turns"); !s.ok()) return s;
   }
 
   gpu::DeltaParams delta = {params.score,
