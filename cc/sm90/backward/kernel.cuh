@@ -3,9 +3,10 @@
 //
 // One producer warp loads by TMA; two consumer warpgroups hold 64 keys each. They compute S^T = k
 // q^T and dP^T = v dout^T, so that P^T and dS^T are register operands of dv += P^T dout and dk +=
-// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A block
-// takes one (key tile, kv head, batch entry) and walks the query tiles of every query head of the
-// group, so nothing of dk and dv is added twice.
+// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A second
+// warp has dq added to device memory in bulk. A block takes one (key tile, kv head, batch entry)
+// and walks the query tiles of every query head of the group, so nothing of dk and dv is added
+// twice.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -61,6 +62,9 @@ struct BackwardKernel {
   static constexpr int kGroupKv = 64;  // keys and queries of a warpgroup's part of S^T
   static constexpr int kGroupQ = kSplitsColumns ? kBlockQ / kConsumers : kBlockQ;
   static_assert(kBlockKv == (kSplitsColumns ? 64 : 64 * kConsumers));
+  // Bulk additions of dq read a copy in shared memory, for which wide heads leave no room: their
+  // warpgroups add their registers themselves, which takes them longer.
+  static constexpr bool kAddsInBulk = !kSplitsColumns;
   // dv may start before dS is worked out where registers allow for both operands.
   static constexpr bool kEarlyDv = !kSplitsColumns && kBlockQ == 64;
   // dq's rows, else its columns, are shared out to the warpgroups.
@@ -142,12 +146,14 @@ struct BackwardKernel {
     alignas(1024) Element dout[kStages][kBlockQ * kHeadDimV];
     alignas(1024) Element ds[kStages][kBlockQ * kBlockKv];
     alignas(1024) Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
+    alignas(1024) float dq[kConsumers][kAddsInBulk ? kBlockQ * kHeadDim / kConsumers : 4];
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kBlockQ];
     alignas(128) int2 runs[kStages][kBlockQ];
     Step steps[kStages];
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
+    gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
     TileInfo info[2];
   };
 
@@ -633,8 +639,9 @@ struct BackwardKernel {
     }
   };
 
+  // By the warpgroup itself.
   template <class Dq>
-  static __device__ __forceinline__ void AddDq(const DqPart& part, int group, const Dq& dq) {
+  static __device__ __forceinline__ void AddRegisters(const DqPart& part, int group, const Dq& dq) {
     const int thread = threadIdx.x % 128;
     if (part.turn != nullptr) {
       if (thread == 0) part.Await();
@@ -655,10 +662,12 @@ struct BackwardKernel {
     }
   }
 
-  // A thread of its own goes through the tiles with the consumers and passes on the turns at query
-  // tiles to which they have nothing to add.
-  static __device__ __forceinline__ void PassTurns(const BackwardParams& p, SharedStorage& smem) {
-    int kv_phase = 0, slot = 0;
+  // By a thread of its own, which goes through the tiles with the consumers: it has what they leave
+  // in shared memory added in bulk, and passes on turns at query tiles to which nothing is added.
+  // Where consumers add for themselves only the latter is left.
+  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p,
+                                                         SharedStorage& smem) {
+    int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
@@ -666,22 +675,60 @@ struct BackwardKernel {
       slot ^= 1;
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
-      if (p.turns == nullptr) continue;
-      const int2 takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.num_kv_tiles +
-                                       info.kv_first / kBlockKv];
+      int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
+      if (p.turns != nullptr) {
+        takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.num_kv_tiles +
+                              info.kv_first / kBlockKv];
+      }
       for (int g = 0; g < p.score.group_size; ++g) {
         const int head = info.kv_head * p.score.group_size + g;
         const gpu::TileWord* line = LineOf(p.score, info, head);
         for (int m = takes.x; m < takes.y; ++m) {
-          if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) continue;
-          for (int group = 0; group < kConsumers; ++group) {
-            const DqPart part(p, info, head, m, group);
-            part.Await();
-            part.Pass();
+          if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) {
+            if constexpr (kAddsInBulk) {
+              AddBulk(p, info, head, m, dq_phase, smem);
+              dq_phase ^= 1;
+            }
+          } else if (p.turns != nullptr) {
+            for (int group = 0; group < kConsumers; ++group) {
+              const DqPart part(p, info, head, m, group);
+              part.Await();
+              part.Pass();
+            }
           }
         }
       }
     }
+    // Shared memory must outlive the last addition.
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+
+  // One step of every consumer warpgroup, from shared memory.
+  static __device__ __forceinline__ void AddBulk(const BackwardParams& p, const TileInfo& info,
+                                                 int head, int m, int phase, SharedStorage& smem) {
+    for (int group = 0; group < kConsumers; ++group) {
+      const DqPart part(p, info, head, m, group);
+      gpu::Wait(&smem.dq_ring.full[group], phase);
+      if (part.turn != nullptr) {
+        part.Await();
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+      }
+      asm volatile(
+          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+          "cp.async.bulk.commit_group;" ::"l"(part.to),
+          "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
+          : "memory");
+      if (part.turn != nullptr) {
+        // Complete, not merely read, before the next tile may add.
+        asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
+        __threadfence();
+        part.Pass();
+      }
+    }
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    gpu::Arrive(&smem.dq_ring.empty[0]);
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    gpu::Arrive(&smem.dq_ring.empty[1]);
   }
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
@@ -742,7 +789,7 @@ struct BackwardKernel {
     };
 
     gpu::RingState<kStages> state;
-    int kv_phase = 0, slot = 0;
+    int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
@@ -872,7 +919,20 @@ struct BackwardKernel {
         warpgroup_fence_operand(tDv);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
         release(&smem.dout_ring.empty[stage]);
-        AddDq(DqPart(p, info, head, m, group), group, tDq);
+        if constexpr (kAddsInBulk) {
+          gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
+          float* to = smem.dq[group] + threadIdx.x % 128 * 4;
+#pragma unroll
+          for (int i = 0; i < size(tDq) / 4; ++i) {
+            *reinterpret_cast<float4*>(to + i * 512) =
+                make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
+          }
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          release(&smem.dq_ring.full[group]);
+          dq_phase ^= 1;
+        } else {
+          AddRegisters(DqPart(p, info, head, m, group), group, tDq);
+        }
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
@@ -935,6 +995,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
     gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + 1);
+    for (int i = 0; i < Kernel::kConsumers; ++i) {
+      gpu::InitBarrier(&smem.dq_ring.full[i], 4);
+      gpu::InitBarrier(&smem.dq_ring.empty[i], 1);
+    }
     for (int i = 0; i < Kernel::kStages; ++i) {
       gpu::InitBarrier(&smem.q_ring.full[i], 1);
       gpu::InitBarrier(&smem.q_ring.empty[i], 4 * Kernel::kConsumers);
@@ -949,7 +1013,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     if (threadIdx.x == 0) {
       Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
     } else if (threadIdx.x == 32) {
-      Kernel::PassTurns(p, smem);
+      Kernel::AddForConsumers(p, smem);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
