@@ -19,7 +19,7 @@ namespace jax_fmha::sm90 {
 
 // Queries, output gradients and dq of a section of heads should stay in L2.
 inline constexpr int64_t kBackwardSectionBytes = 24 << 20;
-inline constexpr int64_t kUnevenTiles = 512;
+inline constexpr int64_t kUnevenTiles = 256;
 
 template <typename Element, int kHeadDimV>
 void LaunchDelta(const gpu::DeltaParams& p, cudaStream_t stream) {
@@ -65,7 +65,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       problem.uses_positions() || problem.has_segment_ids || problem.has_seq_lengths;
   const int64_t least = is_uneven ? CeilDiv(kUnevenTiles, params.num_kv_tiles) : 1;
   params.pairs_per_section = static_cast<int>(
-      std::clamp<int64_t>(std::max(kBackwardSectionBytes / group_bytes, least), 1, kv_pairs));
+      gpu::EvenSections(kv_pairs, std::max(kBackwardSectionBytes / group_bytes, least)));
 
   // Counters, turns, dbias and dq lie side by side: one memset zeroes them.
   const int64_t dq_bytes = q_pairs * params.num_q_tiles * kTile.block_q * kHeadDim * 4;
