@@ -1,7 +1,7 @@
 """Times `jax_fmha.attention` against its peers: on the CPU torch and jax.nn, on a GPU those of --peers.
 
     python benchmarks/attention.py --backend cpu --json out.json --plot out.png
-    python benchmarks/attention.py --backend cuda --peers fa3,cudnn,tokamax --json out.json --plot out.png
+    python benchmarks/attention.py --backend cuda --peers fa3,cudnn,tokamax,jax.nn --json out.json --plot out.png
 
 On the CPU: one process, `--threads` threads for each contestant, turns taken call by call, medians. Backward
 means the gradients alone, from what one forward has kept, for every contestant. Work is counted as
@@ -159,7 +159,9 @@ def _flat(value: Any) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--peers", default="fa3,cudnn", help="on a GPU: of fa3, cudnn, tokamax (%(default)s)")
+    parser.add_argument(
+        "--peers", default="fa3,cudnn", help="on a GPU: of fa3, cudnn, tokamax, jax.nn (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write every figure and the machine's facts here")
     parser.add_argument("--plot", type=Path, help="draw the result into this picture")
     parser.add_argument("--rows", default="", help="only rows whose name contains this regular expression")

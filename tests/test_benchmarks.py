@@ -15,6 +15,7 @@ sys.path.append(str(BENCHMARKS))
 
 import bars  # noqa: E402
 import contestants  # noqa: E402
+import gpu_rows  # noqa: E402
 from attention import TOLERANCE  # noqa: E402
 from rows import Row, all_rows, quick_rows  # noqa: E402
 from summary import markdown  # noqa: E402
@@ -45,6 +46,18 @@ def test_pairs_are_those_of_the_mask(row):
     exact = row.mask().sum()
     assert abs(row.pairs() - exact) <= row.seqlen_q
     assert row.flops("backward") == 2.5 * row.flops("forward")
+
+
+def test_gpu_rows_have_distinct_names():
+    rows = gpu_rows.all_rows()
+    assert len({row.name for row in rows}) == len(rows)
+    assert {r.kind for r in rows} == {r.kind for r in gpu_rows.quick_rows()}
+
+
+@pytest.mark.parametrize("row", gpu_rows.quick_rows(), ids=lambda row: row.name)
+def test_pairs_of_gpu_rows_are_those_of_the_mask(row: gpu_rows.GpuRow):
+    assert abs(row.pairs() - row.mask().sum()) <= row.seqlen
+    assert row.mask().shape == (1, row.seqlen, row.seqlen)
 
 
 @pytest.mark.parametrize("row", quick_rows(), ids=row_id)
