@@ -1,7 +1,7 @@
 """Times `jax_fmha.attention` against its peers: on the CPU torch and jax.nn, on a GPU those of --peers.
 
     python benchmarks/attention.py --backend cpu --json out.json --plot out.png
-    python benchmarks/attention.py --backend cuda --peers fa3,cudnn,tokamax --json out.json --plot out.png
+    python benchmarks/attention.py --backend cuda --peers fa3,cudnn,tokamax,jax.nn --json out.json --plot out.png
 
 On the CPU: one process, `--threads` threads for each contestant, turns taken call by call, medians. Backward
 means the gradients alone, from what one forward has kept, for every contestant. Work is counted as
@@ -17,6 +17,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +117,13 @@ def line(result: dict[str, Any]) -> str:
     return text
 
 
-def run(rows: list[Row], budget: Budget, threads: int) -> dict[str, Any]:
-    """Measures all rows, printing each as it is done."""
+def run(
+    rows: list[Row], budget: Budget, threads: int, kept: list[dict[str, Any]], keep: Callable[[Any], None]
+) -> dict[str, Any]:
+    """Measures all rows, printing each as it is done, and gives the report so far to `keep`.
+
+    Results in `kept` that are not measured again stay in the report, whose rows have the order of the default table.
+    """
     import contestants
 
     if contestants.torch is not None:
@@ -131,19 +137,17 @@ def run(rows: list[Row], budget: Budget, threads: int) -> dict[str, Any]:
     if about["load_average"] > BUSY:
         print("warning: other programs keep this machine busy; these times will not be worth much")
     print(f"\n{HEADER}", flush=True)
-    results = []
+    results = {(r["name"], r["which"]): r for r in kept}
+    names = [row.name for row in all_rows()] + [r["name"] for r in kept] + [row.name for row in rows]
+    report = {"machine": about, "budget": dataclasses.asdict(budget)}
     for row in rows:
         for result in run_row(row, budget):
             print(line(result), flush=True)
-            results.append(result)
+            results[row.name, result["which"]] = result
+        report["rows"] = sorted(results.values(), key=lambda r: names.index(r["name"]))
+        keep(report)
     print()
-    bars = told(check(results))
-    return {
-        "machine": about,
-        "budget": dataclasses.asdict(budget),
-        "rows": results,
-        "bars": bars,
-    }
+    return report | {"bars": told(check(report["rows"]))}
 
 
 def _flat(value: Any) -> str:
@@ -155,21 +159,31 @@ def _flat(value: Any) -> str:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--peers", default="fa3,cudnn", help="on a GPU: of fa3, cudnn, tokamax (%(default)s)")
+    parser.add_argument(
+        "--peers", default="fa3,cudnn", help="on a GPU: of fa3, cudnn, tokamax, jax.nn (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, help="write every figure and the machine's facts here")
     parser.add_argument("--plot", type=Path, help="draw the result into this picture")
     parser.add_argument("--rows", default="", help="only rows whose name contains this regular expression")
+    parser.add_argument(
+        "--update", action="store_true", help="keep the rows of --json that are not measured now"
+    )
     parser.add_argument("--quick", action="store_true", help="small rows, to see that everything runs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--load", type=Path, help="print and draw a JSON file instead of measuring")
     parser.add_argument("--markdown", action="store_true", help="print the README's table as well")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.update and (args.backend != "cpu" or args.json is None or not args.json.exists()):
+        parser.error("--update needs --backend cpu and the --json file of an earlier run")
+    return args
 
 
 def measure_cpu(args: argparse.Namespace) -> dict[str, Any]:
     rows = chosen(quick_rows() if args.quick else all_rows(), args.rows)
     machine.pin(args.threads)
-    return run(rows, Budget(seconds=0.02, max_turns=3) if args.quick else Budget(), args.threads)
+    kept = json.loads(args.json.read_text())["rows"] if args.update else []
+    budget = Budget(seconds=0.02, max_turns=3) if args.quick else Budget()
+    return run(rows, budget, args.threads, kept, lambda report: write(report, args.json))
 
 
 def measure_cuda(args: argparse.Namespace) -> dict[str, Any]:
@@ -197,6 +211,16 @@ def show(report: dict[str, Any]) -> None:
         print(HEADER, *(line(r) for r in report["rows"]), sep="\n")
 
 
+def write(report: dict[str, Any], path: Path | None) -> None:
+    """As JSON, whole or not at all."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.replace(path)
+
+
 def main() -> int:
     args = parse()
     if args.load is not None:
@@ -206,9 +230,7 @@ def main() -> int:
         report = measure_cuda(args) if args.backend == "cuda" else measure_cpu(args)
     if args.markdown:
         print("\n" + markdown(report))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.json)
     if args.plot is not None:
         if report.get("backend") == "cuda":
             from gpu import draw

@@ -215,8 +215,20 @@ def run(rows: list[GpuRow], peers: Sequence[str], turns: int = TURNS) -> dict[st
     }
 
 
-COLOURS = {"ours": "#0b5fa5", "fa3": "#e07b39", "cudnn": "#76b041", "tokamax": "#8a8f98"}
-LABELS = {"ours": "jax_fmha", "fa3": "FlashAttention-3", "cudnn": "cuDNN (jax.nn)", "tokamax": "tokamax"}
+COLOURS = {
+    "ours": "#0b5fa5",
+    "fa3": "#e07b39",
+    "cudnn": "#76b041",
+    "tokamax": "#8a8f98",
+    "jax.nn": "#b07aa1",
+}
+LABELS = {
+    "ours": "jax_fmha",
+    "fa3": "FlashAttention-3",
+    "cudnn": "cuDNN (jax.nn)",
+    "tokamax": "tokamax",
+    "jax.nn": "jax.nn, einsums",
+}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

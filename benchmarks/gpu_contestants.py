@@ -21,7 +21,13 @@ def ours(row: GpuRow) -> Attend:
     ids = jnp.asarray(row.segment_ids()) if row.documents else None
     window = None if row.window is None else (row.window - 1, 0)
     return lambda q, k, v: jax_fmha.attention(
-        q, k, v, is_causal=row.is_causal, segment_ids=ids, local_window_size=window
+        q,
+        k,
+        v,
+        is_causal=row.is_causal,
+        segment_ids=ids,
+        local_window_size=window,
+        logits_soft_cap=row.logits_soft_cap,
     )
 
 
@@ -31,6 +37,8 @@ def fa3(row: GpuRow) -> Attend:
         from dew_flash_attn import flash_mha, flash_mha_varlen
     except (ImportError, OSError) as error:
         raise Unavailable("dew-flash-attn is not installed") from error
+    if row.logits_soft_cap is not None:
+        raise Unavailable("has no soft cap")
     if row.documents:
         starts, longest = jnp.asarray(row.cu_seqlens()), max(row.documents)
         return lambda q, k, v: flash_mha_varlen(q[0], k[0], v[0], starts, longest, is_causal=True)[None]
@@ -53,14 +61,32 @@ def cudnn(row: GpuRow) -> Attend:
     )
 
 
+def jax_nn(row: GpuRow) -> Attend:
+    """Plain einsums with a dense mask, for what no fused peer does; without the soft cap, so it has less to do."""
+    if row.kind != "splash":
+        raise Unavailable("measured on splash rows only")
+    mask = jnp.asarray(row.mask())[:, None]
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+
 def tokamax(row: GpuRow) -> Attend:
     try:
         import tokamax
     except ImportError as error:
         raise Unavailable("tokamax is not installed") from error
+    if row.kind == "splash":
+        mask = jnp.asarray(row.mask())[:, None]
+        return lambda q, k, v: tokamax.dot_product_attention(
+            q, k, v, mask=mask, logits_soft_cap=row.logits_soft_cap
+        )
     if row.documents or row.window is not None or row.head_dim != row.head_dim_v:
-        raise Unavailable("measured on dense and grouped rows only")
+        raise Unavailable("measured on dense, grouped and splash rows only")
     return lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=row.is_causal)
 
 
-PEERS: dict[str, Callable[[GpuRow], Attend]] = {"fa3": fa3, "cudnn": cudnn, "tokamax": tokamax}
+PEERS: dict[str, Callable[[GpuRow], Attend]] = {
+    "fa3": fa3,
+    "cudnn": cudnn,
+    "tokamax": tokamax,
+    "jax.nn": jax_nn,
+}

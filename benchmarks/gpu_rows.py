@@ -13,11 +13,13 @@ class GpuRow:
     """Self-attention in bfloat16.
 
     Attributes:
-      kind: "dense", "grouped", "packed", "window" or "mla"; rows of one kind stand together in the picture.
+      kind: "dense", "grouped", "packed", "window", "mla" or "splash", the options that one asks of splash attention at
+        once; rows of one kind stand together in the picture.
       head_dim_v: value's.
       documents: lengths of the causal documents that fill the one row of tokens; empty if it is no packed row.
       label: tells packed rows of one length apart.
       window: keys that a query sees, itself and those before it; None if unbounded.
+      logits_soft_cap: None if there is none.
     """
 
     kind: str
@@ -31,12 +33,14 @@ class GpuRow:
     documents: tuple[int, ...] = ()
     label: str = ""
     window: int | None = None
+    logits_soft_cap: float | None = None
 
     @property
     def name(self) -> str:
         parts = [self.kind, "causal" if self.is_causal else "full", f"{self.batch}x{self.seqlen}"]
         parts += [self.label] if self.label else []
         parts += [f"W{self.window}"] if self.window is not None else []
+        parts += [f"cap{self.logits_soft_cap:g}"] if self.logits_soft_cap is not None else []
         if self.num_q_heads != self.num_kv_heads:
             parts.append(f"{self.num_q_heads}to{self.num_kv_heads}")
         same = self.head_dim == self.head_dim_v
@@ -44,11 +48,12 @@ class GpuRow:
 
     def pairs(self) -> float:
         """Query-key pairs that count as work; a causal square counts as half of its area."""
-        if self.documents:
-            return sum(n * n for n in self.documents) / 2
-        if self.window is not None:
-            return self.seqlen * self.window - self.window**2 / 2
-        return self.seqlen**2 * (0.5 if self.is_causal else 1)
+
+        def of(length: int) -> float:
+            window = length if self.window is None else min(self.window, length)
+            return length * window - window**2 / 2 if self.is_causal else length**2
+
+        return sum(map(of, self.documents or (self.seqlen,)))
 
     def flops(self, which: str) -> float:
         """Two products forward; the backward's five count as 2.5 times that."""
@@ -62,6 +67,19 @@ class GpuRow:
     def cu_seqlens(self) -> np.ndarray:
         """int32, first token of each document and the end."""
         return np.cumsum([0, *self.documents]).astype(np.int32)
+
+    def mask(self) -> np.ndarray:
+        """bool [1, T, T], True where query i attends key j."""
+        rows, cols = np.arange(self.seqlen)[:, None], np.arange(self.seqlen)[None, :]
+        keep = np.ones((self.seqlen, self.seqlen), bool)
+        if self.is_causal:
+            keep &= cols <= rows
+        if self.window is not None:
+            keep &= cols > rows - self.window
+        if self.documents:
+            ids = self.segment_ids()[0]
+            keep &= ids[:, None] == ids[None, :]
+        return keep[None]
 
 
 def log_normal_documents(total: int, median: int) -> tuple[int, ...]:
@@ -92,6 +110,10 @@ def packed(tokens: int, label: str, documents: tuple[int, ...]) -> GpuRow:
     return GpuRow("packed", 1, tokens, 32, 8, 128, 128, True, documents, label)
 
 
+def splash(tokens: int, heads: int, kv_heads: int, documents: tuple[int, ...], window: int) -> GpuRow:
+    return GpuRow("splash", 1, tokens, heads, kv_heads, 128, 128, True, documents, "", window, 50.0)
+
+
 def all_rows() -> list[GpuRow]:
     rows = [
         dense(head_dim, is_causal, batch, seqlen)
@@ -107,6 +129,7 @@ def all_rows() -> list[GpuRow]:
         rows.append(packed(tokens, "16to128", short_documents(tokens)))
     rows.append(GpuRow("window", 1, 32768, 32, 8, 128, 128, True, window=1024))
     rows.append(GpuRow("mla", 2, 8192, 16, 16, 192, 128, True))
+    rows.append(splash(8192, 32, 8, log_normal_documents(8192, 2048), 1024))
     return rows
 
 
@@ -118,4 +141,5 @@ def quick_rows() -> list[GpuRow]:
         GpuRow("packed", 1, 1024, 8, 2, 128, 128, True, short_documents(1024), "16to128"),
         GpuRow("window", 1, 1024, 8, 2, 128, 128, True, window=128),
         GpuRow("mla", 1, 512, 4, 4, 192, 128, True),
+        splash(1024, 8, 2, log_normal_documents(1024, 300), 128),
     ]

@@ -48,7 +48,7 @@ endif()
 
 set(missing)
 if(NOT CMAKE_CUDA_COMPILER)
-  list(APPEND missing "nvcc (put it on PATH, set CUDA_HOME, or pip install the extra cuda-build)")
+  list(APPEND missing "nvcc (put it on PATH, set CUDA_HOME, or pip install the wheels of cmake/cuda_wheels.py)")
 endif()
 if(NOT EXISTS "${JAX_FMHA_CUTLASS_INCLUDE}/cute/tensor.hpp")
   list(APPEND missing "the headers of CUTLASS (pip install nvidia-cutlass==4.2.0.0, or set JAX_FMHA_CUTLASS_INCLUDE)")

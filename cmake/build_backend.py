@@ -11,17 +11,9 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from cuda_wheels import CUTLASS, NVCC
 from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403
-
-CUTLASS = ["nvidia-cutlass==4.2.0.0"]
-NVCC = [
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-cccl==13.0.85",
-    "nvidia-cuda-runtime==13.0.96",
-]
 
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:

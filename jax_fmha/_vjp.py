@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -43,30 +44,39 @@ def _attention(options: Options, names: tuple[str, str], primals: Any, rest: Any
 
 
 def _forward(options: Options, names: tuple[str, str], primals: Any, rest: Any) -> Any:
-    wants = {name: p.perturbed for name, p in primals.items()}
+    perturbed = {name: p.perturbed for name, p in primals.items()}
     primals = {name: p.value for name, p in primals.items()}
     rest = {name: p.value for name, p in rest.items()}
     out, lse = _ffi.forward({**primals, **rest}, options)
     out = checkpoint_name(out, names[0])
     lse = checkpoint_name(lse, names[1])
-    wanted = _Wants("d" + name for name in ("bias", "sinks") if wants.get(name))
-    return (out, lse), (primals, rest, out, lse, wanted)
+    return (out, lse), (primals, rest, out, lse, _wants_as_residual(perturbed))
 
 
-@jax.tree_util.register_static
-class _Wants(tuple):
-    """Those of dbias and dsinks that are asked for; static."""
+# Those of dbias and dsinks that are asked for travel to the backward as a shape. In the tree of residuals they would
+# not be safe: JAX keeps the jaxpr of each pattern of perturbed operands, but only the tree of the pattern traced last,
+# so that after the gradients of all operands and those of q alone, the next gradients of all would lack dbias.
+_OPTIONAL = ("bias", "sinks")
+
+
+def _wants_as_residual(perturbed: Mapping[str, bool]) -> jax.Array:
+    return jnp.zeros((0, *(1 + perturbed.get(name, False) for name in _OPTIONAL)))
+
+
+def _wants_of(residual: jax.Array) -> tuple[str, ...]:
+    sizes = residual.shape[-len(_OPTIONAL) :]
+    return tuple("d" + name for name, size in zip(_OPTIONAL, sizes, strict=True) if size == 2)
 
 
 def _backward(options: Options, names: tuple[str, str], residuals: Any, cotangents: Any) -> Any:
     del names
-    primals, rest, out, lse, wants = residuals
+    primals, rest, out, lse, wants_residual = residuals
     dout, dlse = cotangents
     operands = {**primals, **rest, "saved_out": out, "saved_lse": lse}
     operands["dout"] = _instantiate(dout)
     if not isinstance(dlse, SymbolicZero):
         operands["dlse"] = dlse
-    grads = _ffi.backward(operands, options, wants=tuple(wants))
+    grads = _ffi.backward(operands, options, wants=_wants_of(wants_residual))
     dprimals = {
         name: grads["d" + name] if "d" + name in grads else jnp.zeros_like(x) for name, x in primals.items()
     }
@@ -80,7 +90,7 @@ def backward_operands(call: Call) -> dict[str, Any]:
     shapes = _ffi.result_shapes(tuple(operands), tuple(operands.values()), None)
     out, lse = (jax.ShapeDtypeStruct(*shapes[name]) for name in ("out", "lse"))
     described = {**operands, "saved_out": out, "saved_lse": lse, "dout": out, "dlse": lse}
-    described.update(("d" + name, operands[name]) for name in ("bias", "sinks") if name in operands)
+    described.update(("d" + name, operands[name]) for name in _OPTIONAL if name in operands)
     return described
 
 

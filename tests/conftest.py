@@ -1,9 +1,10 @@
-"""Keeps the tests on the CPU and on the package that is meant."""
+"""Keeps the tests on the CPU and on the package that is meant, and programs quick to compile."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import subprocess
 import sys
 
 # The contract is tested on the CPU; float32 products there are exact enough for the tolerances.
@@ -18,3 +19,29 @@ if not list((_ROOT / "jax_fmha").glob("_core*.so")):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes many GiB or more than half a minute")
+
+
+# Almost every program of the tests runs once, on small operands, so that compiling it takes most of the time. The flags
+# that fewer versions of XLA know come later.
+_QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_cpu_use_fusion_emitters=false",
+)
+
+
+def _compile_quickly() -> None:
+    """XLA ends a process that gives it a flag it does not know, so other processes try them. Workers and examples
+    inherit the environment.
+    """
+    trial = [sys.executable, "-c", "import jax; jax.devices()"]
+    for count in range(len(_QUICK_TO_COMPILE), 0, -1):
+        flags = " ".join([os.environ.get("XLA_FLAGS", ""), *_QUICK_TO_COMPILE[:count]])
+        if subprocess.run(trial, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True).returncode == 0:
+            os.environ["XLA_FLAGS"] = flags
+            return
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _compile_quickly()

@@ -28,18 +28,11 @@ TESTS = pathlib.Path(__file__).parent
 IMPLEMENTATIONS = (None, "xla")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=["native", "xla"])
 
-# Compile time is most of the suite's run time; these programs run once.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def jit(f: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    return jax.jit(f, compiler_options=COMPILER_OPTIONS, **kwargs)
-
 
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], Any]]:
     """`jax.vjp` with both halves compiled: operation by operation the reference takes ten times as long."""
-    pull = jit(lambda cotangents, *primals: jax.vjp(f, *primals)[1](cotangents))
-    return jit(f)(*primals), lambda cotangents: pull(cotangents, *primals)
+    pull = jax.jit(lambda cotangents, *primals: jax.vjp(f, *primals)[1](cotangents))
+    return jax.jit(f)(*primals), lambda cotangents: pull(cotangents, *primals)
 
 
 def attention(operands: dict[str, Any], options: dict[str, Any], implementation: str | None) -> Any:
@@ -55,7 +48,7 @@ def run(inputs: Inputs, f: Callable[..., Any]) -> oracle.Results:
         (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
         return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
 
-    results = jit(everything)(inputs.differentiable(), inputs.dout, inputs.dlse)
+    results = jax.jit(everything)(inputs.differentiable(), inputs.dout, inputs.dlse)
     return {name: np.asarray(x) for name, x in results.items()}
 
 
@@ -171,7 +164,7 @@ def python(program: str, *args: str, devices: int = 1, **environment: str) -> st
     package = pathlib.Path(jax_fmha.__file__).parent.parent
     env = os.environ | environment
     env["PYTHONPATH"] = os.pathsep.join([str(package), str(TESTS)])
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     env["JAX_PLATFORMS"] = "cpu"
     done = subprocess.run(
         [sys.executable, str(TESTS / "programs" / program), *args],

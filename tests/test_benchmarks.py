@@ -15,6 +15,7 @@ sys.path.append(str(BENCHMARKS))
 
 import bars  # noqa: E402
 import contestants  # noqa: E402
+import gpu_rows  # noqa: E402
 from attention import TOLERANCE  # noqa: E402
 from rows import Row, all_rows, quick_rows  # noqa: E402
 from summary import markdown  # noqa: E402
@@ -45,6 +46,18 @@ def test_pairs_are_those_of_the_mask(row):
     exact = row.mask().sum()
     assert abs(row.pairs() - exact) <= row.seqlen_q
     assert row.flops("backward") == 2.5 * row.flops("forward")
+
+
+def test_gpu_rows_have_distinct_names():
+    rows = gpu_rows.all_rows()
+    assert len({row.name for row in rows}) == len(rows)
+    assert {r.kind for r in rows} == {r.kind for r in gpu_rows.quick_rows()}
+
+
+@pytest.mark.parametrize("row", gpu_rows.quick_rows(), ids=lambda row: row.name)
+def test_pairs_of_gpu_rows_are_those_of_the_mask(row: gpu_rows.GpuRow):
+    assert abs(row.pairs() - row.mask().sum()) <= row.seqlen
+    assert row.mask().shape == (1, row.seqlen, row.seqlen)
 
 
 @pytest.mark.parametrize("row", quick_rows(), ids=row_id)
@@ -119,21 +132,29 @@ def test_program_writes_every_figure(tmp_path):
     out = tmp_path / "deep" / "out.json"
     home = str(Path(jax_fmha.__file__).parents[1])
     command = [sys.executable, str(BENCHMARKS / "attention.py"), "--backend", "cpu", "--quick"]
-    done = subprocess.run(
-        [*command, "--rows", "decode-f32", "--threads", "1", "--json", str(out)],
-        env=os.environ | {"PYTHONPATH": home},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command += ["--threads", "1", "--json", str(out), "--rows"]
+
+    def measure(*rows: str) -> str:
+        done = subprocess.run(
+            [*command, *rows], env=os.environ | {"PYTHONPATH": home}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    printed = measure("decode-f32")
     report = json.loads(out.read_text())
     (row,) = report["rows"]
     assert row["name"] == "decode-f32-T1S512-H64"
     assert row["gflops"]["ours"] == pytest.approx(1e-6 * row["flops"] / row["median_ms"]["ours"])
     assert report["machine"]["sgemm_gflops"]["XLA dot"] > 0
     assert report["machine"]["threads"] == 1
-    lines = [text for text in done.stdout.splitlines() if text.startswith(row["name"])]
+    lines = [text for text in printed.splitlines() if text.startswith(row["name"])]
     assert len(lines) == 1
+
+    measure("decode-bf16", "--update")
+    assert json.loads(out.read_text())["rows"][0] == row
+    assert [r["name"] for r in json.loads(out.read_text())["rows"]] == [row["name"], "decode-bf16-T1S512-H64"]
+    assert [path.name for path in out.parent.iterdir()] == ["out.json"]
 
 
 def test_program_says_when_no_row_matches():

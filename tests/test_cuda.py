@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fmha
-from jax_fmha import SegmentIds, _core, attention, explain
+from jax_fmha import SegmentIds, TileMask, _core, attention, explain
 from jax_fmha._problem import Options, describe
 
 SPEC = jax.ShapeDtypeStruct
 KERNELS = ("sm90_forward", "sm90_backward")
 BLACKWELL_KERNELS = ("sm100_forward", "sm100_backward")
+SEGMENTS = SegmentIds(SPEC((2, 256), jnp.int32), SPEC((2, 320), jnp.int32))
+# Four query heads' tiles of 128 x 128, five of them partial.
+TILES = TileMask(SPEC((1, 4, 2, 3), jnp.int32), SPEC((1, 5, 128, 16), jnp.uint8))
 LIBRARY = Path(jax_fmha.__file__).with_name("libjax_fmha_cuda.so")
 
 
@@ -38,7 +41,7 @@ def lowered(f: Any, *args: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 136, 192, 256])
 def test_hopper_takes_16_bits(head_dim: int, dtype: Any):
     assert hopper(*qkv(head_dim, dtype=dtype), is_causal=True).kernel == KERNELS
 
@@ -47,12 +50,26 @@ def test_hopper_takes_16_bits(head_dim: int, dtype: Any):
     "options",
     [
         {"key_value_seq_lengths": SPEC((2,), jnp.int32)},
-        {"segment_ids": SegmentIds(SPEC((2, 256), jnp.int32), SPEC((2, 320), jnp.int32))},
+        {"segment_ids": SEGMENTS},
         {"mask": SPEC((2, 1, 256, 320), bool)},
+        {"mask": TILES, "segment_ids": SEGMENTS},
+        {"bias": SPEC((1, 4, 1, 320), jnp.bfloat16)},
+        {"segment_ids": SEGMENTS, "mask": SPEC((256, 320), bool), "deterministic": True},
+        {"bias": SPEC((2, 4, 256, 320), jnp.float32), "deterministic": True},
         {"local_window_size": (64, 0), "query_offset": 64},
         {"sinks": SPEC((4,), jnp.float32), "logits_soft_cap": 20.0, "return_lse": True},
     ],
-    ids=["lengths", "segments", "mask", "window", "sinks"],
+    ids=[
+        "lengths",
+        "segments",
+        "mask",
+        "tiles",
+        "bias",
+        "ordered segments",
+        "ordered bias",
+        "window",
+        "sinks",
+    ],
 )
 def test_hopper_takes_every_option(options: dict[str, Any]):
     assert hopper(*qkv(), **options).kernel == KERNELS
@@ -73,6 +90,13 @@ def test_hopper_refuses_with_a_reason(operands: list[Any], reason: str):
     assert all(reason in explanation.refusals[name] for name in KERNELS)
     with pytest.raises(NotImplementedError, match=rf"(?s)sm90_forward: .*{reason}.*implementation=\"xla\""):
         lowered(attention, *operands)
+
+
+def test_hopper_does_not_order_sums_of_a_shared_bias():
+    bias = SPEC((1, 4, 256, 320), jnp.bfloat16)
+    explanation = hopper(*qkv(), bias, deterministic=True)
+    assert explanation.kernel == ("sm90_forward", None)
+    assert "gradient of bias that is summed over a dimension" in explanation.refusals["sm90_backward"]
 
 
 @pytest.mark.parametrize("capability", ["8.0", 8.9, 12.0])
@@ -109,12 +133,19 @@ def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
 
 
 def test_blackwell_backward_refuses_segments_in_fixed_order():
-    segments = SegmentIds(SPEC((2, 256), jnp.int32), SPEC((2, 320), jnp.int32))
     explanation = explain(
-        *qkv(), segment_ids=segments, deterministic=True, platform="cuda", compute_capability="10.0"
+        *qkv(), segment_ids=SEGMENTS, deterministic=True, platform="cuda", compute_capability="10.0"
     )
     assert explanation.kernel == ("sm100_forward", None)
     assert "deterministic=True with segment_ids" in explanation.refusals["sm100_backward"]
+
+
+def test_blackwell_refuses_tile_masks():
+    explanation = explain(*qkv(), mask=TILES, platform="cuda", compute_capability="10.0")
+    assert explanation.kernel == (None, None)
+    assert all(
+        "a tile mask: pass a dense bool mask" in explanation.refusals[name] for name in BLACKWELL_KERNELS
+    )
 
 
 def test_blackwell_12_has_no_tensor_memory():

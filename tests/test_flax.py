@@ -17,7 +17,7 @@ from flax import nnx
 
 import jax_fmha
 from jax_fmha.flax import attention_fn
-from support import check_close, jit
+from support import check_close
 
 B, T, FEATURES, HEADS = 2, 10, 24, 4
 
@@ -52,7 +52,7 @@ def linen_results(function: Callable[..., Any], x: jax.Array, mask: Any, **optio
         y = layer.apply(parameters, x, mask=mask)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
-    (_, y), grads = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(parameters, x)
     return y, grads
 
 
@@ -65,7 +65,7 @@ def nnx_results(
         y = nnx.merge(graph, state)(x, mask=mask, is_causal=is_causal)
         return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
-    (_, y), (dstate, dx) = jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+    (_, y), (dstate, dx) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, x)
     return y, (nnx.to_pure_dict(dstate), dx)
 
 
@@ -110,7 +110,7 @@ def test_cross_attention_and_no_batch() -> None:
     x, y = inputs(T, FEATURES), inputs(7, FEATURES, seed=1)
     parameters = linen_layer(nn.dot_product_attention).init(jax.random.key(0), x, y)
     got, want = (
-        jit(linen_layer(f).apply)(parameters, x, y) for f in (attention_fn, nn.dot_product_attention)
+        jax.jit(linen_layer(f).apply)(parameters, x, y) for f in (attention_fn, nn.dot_product_attention)
     )
     check_close(got, want)
 
@@ -138,7 +138,7 @@ def test_linen_decode() -> None:
     def decode(function: Callable[..., Any]) -> jax.Array:
         layer = linen_layer(function, decode=True)
         variables = linen_layer(nn.dot_product_attention, decode=True).init(jax.random.key(0), xs)
-        cache, step = variables["cache"], jit(functools.partial(layer.apply, mutable="cache"))
+        cache, step = variables["cache"], jax.jit(functools.partial(layer.apply, mutable="cache"))
         rows = []
         for i in range(T):
             y, changed = step({"params": variables["params"], "cache": cache}, xs[:, i : i + 1])
@@ -179,7 +179,7 @@ def test_bias_and_its_gradient() -> None:
     bias = inputs(1, HEADS, T, T, seed=3)
 
     def results(function: Callable[..., Any]) -> Any:
-        return jit(jax.grad(lambda *a: jnp.sin(function(*a[:3], bias=a[3])).sum(), argnums=(0, 1, 2, 3)))(
+        return jax.jit(jax.grad(lambda *a: jnp.sin(function(*a[:3], bias=a[3])).sum(), argnums=(0, 1, 2, 3)))(
             q, k, v, bias
         )
 
@@ -290,7 +290,7 @@ def test_equinox_style() -> None:
         def loss(function: Callable[..., Any], q: Any, k: Any, v: Any, mask: Any) -> Any:
             return jnp.sin(jax.vmap(lambda q, k, v, m: function(q, k, v, mask=m))(q, k, v, mask)).sum()
 
-        grad = jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
+        grad = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
         as_theirs = mask if mask.ndim == 4 else mask[:, None]
         check_close(
             grad(jax_fmha.dot_product_attention, q, k, v, mask),
@@ -306,7 +306,9 @@ def test_keras_style(implementation: Any) -> None:
 
     def results(function: Callable[..., Any], implementation: str) -> Any:
         f = functools.partial(function, **options, is_causal=True, implementation=implementation)
-        return jit(jax.value_and_grad(lambda q, k, v: jnp.sin(f(q, k, v)).sum(), argnums=(0, 1, 2)))(q, k, v)
+        return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.sin(f(q, k, v)).sum(), argnums=(0, 1, 2)))(
+            q, k, v
+        )
 
     check_close(
         results(jax_fmha.dot_product_attention, implementation), results(jax.nn.dot_product_attention, "xla")

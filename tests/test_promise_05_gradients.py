@@ -15,7 +15,7 @@ import pytest
 
 import jax_fmha
 from cases import BY_NAME, DIFFERENTIABLE
-from support import attention, check_close, each_implementation, expected, jit
+from support import attention, check_close, each_implementation, expected
 
 ALONE = (
     "gqa",
@@ -44,7 +44,7 @@ def gradients(name: str, operands: tuple[str, ...], implementation: str | None) 
         (_, lse), pullback = jax.vjp(f, primals)
         return pullback((inputs.dout, jnp.zeros_like(lse) if inputs.dlse is None else inputs.dlse))[0]
 
-    return jit(pull)({n: inputs.operands[n] for n in operands})
+    return jax.jit(pull)({n: inputs.operands[n] for n in operands})
 
 
 @each_implementation
@@ -64,6 +64,25 @@ def test_every_combination(operands: tuple[str, ...]):
     want = expected(BY_NAME["mix_1"], "float32")
     got = gradients("mix_1", operands, None)
     check_close(got, {name: want["d" + name] for name in operands})
+
+
+@each_implementation
+def test_what_was_asked_before_changes_nothing(implementation: str | None):
+    """JAX keeps traces of a call, among them those for the gradients of other operands."""
+    want = expected(BY_NAME["mix_8"], "float32")
+    everything, less = DIFFERENTIABLE, ("query",)
+    for operands in (
+        everything,
+        less,
+        everything,
+        ("bias",),
+        ("sinks",),
+        ("query", "bias"),
+        everything,
+        less,
+    ):
+        got = gradients("mix_8", operands, implementation)
+        check_close(got, {name: want["d" + name] for name in operands})
 
 
 @each_implementation
@@ -119,7 +138,7 @@ def test_scalars_refuse_a_gradient_or_give_the_right_one(name: str):
     with pytest.raises(NotImplementedError, match=rf'{name}.*implementation="xla"'):
         jax.grad(loss)(0.5, None)
     step = 1e-2
-    value, slope = (jit(lambda x, f=f: f(x, "xla")) for f in (loss, jax.grad(loss)))
+    value, slope = (jax.jit(lambda x, f=f: f(x, "xla")) for f in (loss, jax.grad(loss)))
     difference = (value(0.5 + step) - value(0.5 - step)) / (2 * step)
     np.testing.assert_allclose(slope(0.5), difference, rtol=2e-2)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jax_fmha
 from jax_fmha import SegmentIds
-from support import calls, check_close, check_equal, check_names, checks, each_implementation, equations, jit
+from support import calls, check_close, check_equal, check_names, checks, each_implementation, equations
 
 B, T, S, N, K, H, Hv = 2, 5, 7, 4, 2, 8, 6
 FLOATS = ("query", "key", "value", "bias", "sinks")
@@ -59,8 +59,8 @@ def split(x: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 # Shapes are always those of `draw`: compiled once for all tests.
-single_call = jit(call)
-single_grad = jit(jax.grad(loss))
+single_call = jax.jit(call)
+single_grad = jax.jit(jax.grad(loss))
 
 
 def simple(q: Any, k: Any, v: Any, implementation: str | None = None) -> Any:
@@ -77,14 +77,14 @@ def simple_operands(seed: int = 0, **sizes: int) -> list[np.ndarray]:
 def test_jit(implementation: str | None):
     x = draw()
     f = functools.partial(call, implementation=implementation)
-    check_close(single_call(x) if implementation is None else jit(f)(x), call(x))
+    check_close(single_call(x) if implementation is None else jax.jit(f)(x), call(x))
 
 
 @each_implementation
 def test_grad_under_jit(implementation: str | None):
     primals, rest = split(draw())
     f = functools.partial(loss, implementation=implementation)
-    check_close(jit(jax.grad(f))(primals, rest), jax.grad(loss)(primals, rest))
+    check_close(jax.jit(jax.grad(f))(primals, rest), jax.grad(loss)(primals, rest))
 
 
 def stacked(names: tuple[str, ...], axes: tuple[int, ...], size: int = 3) -> tuple[dict, dict, list[dict]]:
@@ -105,14 +105,14 @@ def stacked(names: tuple[str, ...], axes: tuple[int, ...], size: int = 3) -> tup
 def check_vmap(names: tuple[str, ...], axes: tuple[int, ...], implementation: str | None = None) -> None:
     mapped, in_axes, singles = stacked(names, axes)
     f = functools.partial(call, implementation=implementation)
-    got = jit(jax.vmap(f, in_axes=(in_axes,)))(mapped)
+    got = jax.jit(jax.vmap(f, in_axes=(in_axes,)))(mapped)
     want = jax.tree.map(lambda *xs: np.stack(xs), *(single_call(x) for x in singles))
     check_close(got, want)
 
     primals, rest = split(mapped)
     axes_in = split(in_axes)
     grad = jax.grad(functools.partial(loss, implementation=implementation))
-    got = jit(jax.vmap(grad, in_axes=axes_in))(primals, rest)
+    got = jax.jit(jax.vmap(grad, in_axes=axes_in))(primals, rest)
     want = jax.tree.map(lambda *xs: np.stack(xs), *(single_grad(*split(x)) for x in singles))
     check_close(got, want)
 
@@ -345,7 +345,7 @@ def test_forward_mode_and_second_order_name_the_remedy(way: str):
 def test_the_reference_has_them(way: str):
     q, k, v = simple_operands()
     f = lambda q: simple(q, k, v, "xla")  # noqa: E731
-    for leaf in jax.tree.leaves(jit(lambda q: REFUSED[way](f, q))(q)):
+    for leaf in jax.tree.leaves(jax.jit(lambda q: REFUSED[way](f, q))(q)):
         assert np.isfinite(leaf).all()
 
 
@@ -354,10 +354,10 @@ def test_forward_mode_of_the_reference():
     primals, rest = split(draw())
     tangents = {n: a for n, a in draw(5).items() if n in FLOATS}
     f = lambda p: call({**p, **rest}, "xla")  # noqa: E731
-    (out, lse), (out_t, lse_t) = jit(lambda p, t: jax.jvp(f, (p,), (t,)))(primals, tangents)
+    (out, lse), (out_t, lse_t) = jax.jit(lambda p, t: jax.jvp(f, (p,), (t,)))(primals, tangents)
     live = np.isfinite(lse)
     cotangents = np.cos(out), np.where(live, np.sin(np.where(live, lse, 0)), 0).astype(np.float32)
-    (grads,) = jit(lambda p, ct: jax.vjp(f, p)[1](ct))(primals, cotangents)
+    (grads,) = jax.jit(lambda p, ct: jax.vjp(f, p)[1](ct))(primals, cotangents)
     left = (out_t * cotangents[0]).sum() + np.where(live, lse_t * cotangents[1], 0).sum()
     right = sum((grads[n] * tangents[n]).sum() for n in FLOATS)
     np.testing.assert_allclose(left, right, rtol=1e-4)
@@ -370,9 +370,9 @@ def test_second_order_of_the_reference():
         primals = {n: a.astype(np.float64) for n, a in primals.items()}
         direction = {n: a.astype(np.float64) for n, a in draw(7).items() if n in FLOATS}
         gradient = jax.grad(lambda p: loss(p, rest, "xla"))
-        _, got = jit(lambda p, t: jax.jvp(gradient, (p,), (t,)))(primals, direction)
+        _, got = jax.jit(lambda p, t: jax.jvp(gradient, (p,), (t,)))(primals, direction)
         step = 1e-5
-        jitted = jit(gradient)
+        jitted = jax.jit(gradient)
         ahead, behind = (
             jitted({n: a + sign * step * direction[n] for n, a in primals.items()}) for sign in (1, -1)
         )

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import jax_fmha
-from support import jit
 
 
 def gradients(q: Any, k: Any, v: Any, dout: Any, implementation: str | None = None, **operands: Any) -> Any:
@@ -21,7 +20,7 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, implementation: str | None = No
     return _gradients(implementation, q, k, v, dout, operands)
 
 
-@functools.partial(jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def _gradients(
     implementation: str | None, q: Any, k: Any, v: Any, dout: Any, operands: dict[str, Any]
 ) -> Any:

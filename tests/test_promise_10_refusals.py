@@ -14,7 +14,7 @@ import pytest
 
 import jax_fmha
 from jax_fmha import SegmentIds, attention
-from support import each_implementation, jit, python
+from support import each_implementation, python
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 8
 
@@ -180,7 +180,7 @@ def test_no_argument_is_ignored(name: str, implementation: str | None):
     needs_causal = name in ("query_offset", "query_positions", "key_value_positions")
     options = {"is_causal": needs_causal, "implementation": implementation}
     before, after = (
-        jit(lambda x, extra=extra: attention(**x, **{**options, **extra}))(GOOD)
+        jax.jit(lambda x, extra=extra: attention(**x, **{**options, **extra}))(GOOD)
         for extra in ({}, {name: EFFECTS[name]})
     )
     assert np.abs(before - after).max() > 1e-3

@@ -12,7 +12,7 @@ import pytest
 
 import jax_fmha
 from jax_fmha import TileMask
-from support import check_close, each_implementation, equations, jit
+from support import check_close, each_implementation, equations
 
 TILE = (16, 24)
 SHAPES = [(1, 48, 48), (2, 50, 61), (3, 5, 7), (1, 1, 100), (2, 0, 5), (2, 5, 0), (0, 9, 9), (2, 3, 33, 49)]
@@ -46,7 +46,7 @@ def test_from_array(shape: tuple[int, ...], kind: Callable[[Any], Any]) -> None:
 
 def test_traced_and_under_vmap() -> None:
     masks = jnp.asarray(mask_of((3, 2, 50, 61)))
-    dense = jit(jax.vmap(lambda mask: TileMask.from_array(mask, TILE).dense(50, 61)))(masks)
+    dense = jax.jit(jax.vmap(lambda mask: TileMask.from_array(mask, TILE).dense(50, 61)))(masks)
     np.testing.assert_array_equal(dense, masks)
 
 
@@ -113,8 +113,8 @@ def test_same_as_dense(kind: Any, heads: int, batch: tuple[int, ...], implementa
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-    got = jit(f)(TileMask.from_array(kind(mask), TILE), q, k, v)
-    check_close(got, jit(f)(jnp.asarray(mask), q, k, v))
+    got = jax.jit(f)(TileMask.from_array(kind(mask), TILE), q, k, v)
+    check_close(got, jax.jit(f)(jnp.asarray(mask), q, k, v))
 
 
 def test_vmap_over_masks() -> None:
@@ -124,9 +124,9 @@ def test_vmap_over_masks() -> None:
     masks = jnp.asarray(mask_of((2, 4, 50, 50)))
     one = lambda mask, q, k, v: jax_fmha.attention(q, k, v, mask=TileMask.from_array(mask, TILE))  # noqa: E731
     for axes, arrays in (((0, 0, 0, 0), (q, k, v)), ((0, None, None, None), (q[0], k[0], v[0]))):
-        got = jit(jax.vmap(one, axes))(masks, *arrays)
+        got = jax.jit(jax.vmap(one, axes))(masks, *arrays)
         batched = [x if x.ndim == 4 else jnp.stack([x, x]) for x in arrays]
-        check_close(got, jit(lambda m, a: jax_fmha.attention(*a, mask=m))(masks, batched))
+        check_close(got, jax.jit(lambda m, a: jax_fmha.attention(*a, mask=m))(masks, batched))
 
 
 def test_a_sparse_mask_visits_its_tiles_only() -> None:

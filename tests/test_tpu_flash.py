@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import flash_attention as original
 
 from jax_fmha.tpu import flash_attention as ours
-from support import check_close, jit
+from support import check_close
 
 B, N, H = 1, 2, 16
 
@@ -43,7 +43,7 @@ def results(f: Any, arrays: dict[str, Any]) -> Any:
         dout = ((jnp.arange(out.size) * 5 % 13 - 6) / 8).reshape(out.shape).astype(out.dtype)
         return out, pullback(dout)[0]
 
-    return jit(everything)(arrays)
+    return jax.jit(everything)(arrays)
 
 
 def reference(q: Any, k: Any, v: Any, ab: Any = None, segment_ids: Any = None, **options: Any) -> Any:
@@ -195,7 +195,8 @@ def test_written_out_gradient() -> None:
         return dict(zip(arrays, grads, strict=True))
 
     check_close(
-        jit(gradients, static_argnums=(0, 1))(ours, 1.0), jit(gradients, static_argnums=(0, 1))(original, 1.0)
+        jax.jit(gradients, static_argnums=(0, 1))(ours, 1.0),
+        jax.jit(gradients, static_argnums=(0, 1))(original, 1.0),
     )
 
     # The original stops at sm_scale 1.
@@ -203,7 +204,7 @@ def test_written_out_gradient() -> None:
         f = lambda a: ours.mha_reference(**a, segment_ids=pair, causal=True, sm_scale=0.5)  # noqa: E731
         return jax.vjp(f, arrays)[1](dout)[0]
 
-    check_close(jit(gradients, static_argnums=(0, 1))(ours, 0.5), jit(by_autodiff)())
+    check_close(jax.jit(gradients, static_argnums=(0, 1))(ours, 0.5), jax.jit(by_autodiff)())
 
 
 def test_block_sizes_change_nothing() -> None:

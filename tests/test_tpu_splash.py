@@ -17,7 +17,7 @@ import jax_fmha
 from jax_fmha.tpu import tokamax_splash_attention
 from jax_fmha.tpu.splash_attention import splash_attention_kernel as our_kernel
 from jax_fmha.tpu.splash_attention import splash_attention_mask as our_mask
-from support import check_close, check_names, checks, equations, jit
+from support import check_close, check_names, checks, equations
 
 N, K, T, H, HV = 4, 2, 128, 8, 16
 
@@ -138,7 +138,7 @@ def results(f: Callable[..., Any], arrays: dict[str, Any]) -> Any:
         out, pullback = jax.vjp(lambda a: f(**a), arrays)
         return out, pullback(jax.tree.map(cotangent, out))[0]
 
-    return jit(everything)(arrays)
+    return jax.jit(everything)(arrays)
 
 
 def reference(masks: list[Any], is_mqa: bool = False, **options: Any) -> Callable[..., Any]:
@@ -404,7 +404,7 @@ def test_lengths_that_no_tile_divides(length: int) -> None:
     for mask in (our_mask.MultiHeadMask(masks), dense):
         for shards in (1, 2):
             kernel = our_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=shards)
-            check_close(jnp.swapaxes(jit(lambda a, kernel=kernel: kernel(**a))(arrays), 0, 1), want)
+            check_close(jnp.swapaxes(jax.jit(lambda a, kernel=kernel: kernel(**a))(arrays), 0, 1), want)
 
 
 def test_grouped_heads_keep_their_groups() -> None:
@@ -509,10 +509,10 @@ def test_interpret_evaluates_by_einsums() -> None:
     kernel = ours(MASKS["local"](our_mask), interpret=True)
     arrays = operands()
     assert not forwards(lambda a: kernel(**a), arrays)
-    check_close(jit(lambda a: kernel(**a))(arrays), reference(MASKS["local"](original_mask))(**arrays))
+    check_close(jax.jit(lambda a: kernel(**a))(arrays), reference(MASKS["local"](original_mask))(**arrays))
     # What only the einsums have: forward mode.
     f = lambda q: kernel(q, arrays["k"], arrays["v"])  # noqa: E731
-    tangent = jit(lambda q: jax.jvp(f, (q,), (q,))[1])(arrays["q"])
+    tangent = jax.jit(lambda q: jax.jvp(f, (q,), (q,))[1])(arrays["q"])
     assert np.all(np.isfinite(tangent))
 
 
@@ -521,11 +521,11 @@ def test_our_references() -> None:
     masks = MASKS["random"](our_mask)
     options = {"save_residuals": True, "attn_logits_soft_cap": 3.0}
     f = our_kernel.make_masked_mha_reference(our_mask.MultiHeadMask(masks))
-    got = jit(lambda a: f(**a, **options))(arrays)
+    got = jax.jit(lambda a: f(**a, **options))(arrays)
     check_close(got, reference(MASKS["random"](original_mask), **options)(**arrays))
     arrays |= {name: arrays[name][0].astype(jnp.bfloat16) for name in ("k", "v")}
     f = our_kernel.make_masked_mqa_reference(our_mask.MultiHeadMask(masks))
-    got = jit(lambda a: f(**a))(arrays)
+    got = jax.jit(lambda a: f(**a))(arrays)
     want = reference(MASKS["random"](original_mask), is_mqa=True)(**arrays)
     assert got.dtype == want.dtype == jnp.float32
     check_close(got, want)

@@ -1,7 +1,6 @@
 // What surrounds the main kernel of the forward, on the host.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 
 #include "cc/core/kernel.h"
@@ -27,8 +26,9 @@ inline ForwardParams MakeForwardParams(const Problem& problem, const Operands& o
   params.order.num_q_tiles = static_cast<int>(CeilDiv(problem.seqlen_q, rows));
   params.order.num_tiles = static_cast<int>(params.order.num_q_tiles * pairs);
   const int64_t kv_head_bytes = 2 * problem.seqlen_kv * (problem.head_dim + problem.head_dim_v);
-  params.order.pairs_per_section = static_cast<int>(std::clamp<int64_t>(
-      std::max<int64_t>(1, section_bytes / kv_head_bytes) * problem.group_size(), 1, pairs));
+  params.order.pairs_per_section = static_cast<int>(
+      EvenSections(problem.batch * problem.num_kv_heads, section_bytes / kv_head_bytes) *
+      problem.group_size());
   return params;
 }
 

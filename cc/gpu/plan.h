@@ -7,6 +7,12 @@
 
 namespace jax_fmha::gpu {
 
+// How many heads make a section: at most `most` (or one), and about as many in each, since a short
+// last section would leave too few tiles for all multiprocessors.
+constexpr int64_t EvenSections(int64_t heads, int64_t most) {
+  return CeilDiv(heads, CeilDiv(heads, most < 1 ? 1 : most));
+}
+
 // Longer sequences are refused, so that a position plus a clamped offset fits an int.
 inline constexpr int kMaxSeqlen = 1 << 29;
 inline constexpr int kFar = 1 << 30;

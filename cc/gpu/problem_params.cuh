@@ -297,6 +297,10 @@ __device__ __forceinline__ int CountSeen(const TileWord* line, int begin, int en
   return count;
 }
 
+__device__ __forceinline__ bool IsSeen(const TileWord* line, int n) {
+  return line == nullptr || line[n / kWordTiles].seen >> n % kWordTiles & 1;
+}
+
 __device__ __forceinline__ bool IsPartial(const TileWord* line, int n) {
   return line != nullptr && line[n / kWordTiles].partial >> n % kWordTiles & 1;
 }

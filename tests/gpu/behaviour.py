@@ -27,7 +27,7 @@ import pytest
 
 import jax_fmha
 from cases import BY_NAME, Inputs
-from support import check_equal, run
+from support import calls, check_equal, run
 from table import fitted
 from test_promise_02_isolation import LENGTHS, SEGMENTS, isolated, poisoned
 
@@ -47,8 +47,10 @@ def qkv(B: int, T: int, N: int, K: int, H: int) -> tuple[jax.Array, ...]:
 
 
 @functools.partial(jax.jit, static_argnames=("deterministic",))
-def forward_and_gradients(q: Any, k: Any, v: Any, dout: Any, deterministic: bool = False) -> Any:
-    f = functools.partial(attend, is_causal=True, return_lse=True, deterministic=deterministic)
+def forward_and_gradients(
+    q: Any, k: Any, v: Any, dout: Any, deterministic: bool = False, **options: Any
+) -> Any:
+    f = functools.partial(attend, is_causal=True, return_lse=True, deterministic=deterministic, **options)
     (out, lse), pullback = jax.vjp(f, q, k, v)
     return out, lse, pullback((dout, jnp.zeros_like(lse)))
 
@@ -68,14 +70,14 @@ def check_unused_rows_hold_anything() -> str:
     """NaN in every row without a partner changes no bit."""
     ran = 0
     for name in LENGTHS + SEGMENTS:
-        case = dataclasses.replace(fitted(BY_NAME[name]), bias="")  # dbias is not everywhere served
-        inputs = case.make(np.float32)
+        inputs = fitted(BY_NAME[name]).make(np.float32)
         pairs = isolated(inputs)
         bad = poisoned(inputs, ~pairs.any(-1), ~pairs.any(-2), np.nan)
         got, want = (run(in_16_bits(x), _attention) for x in (bad, inputs))
-        # dq is added in the order in which blocks finish, where several share a row of it.
-        dqs = [result.pop("dquery").astype(np.float32) for result in (got, want)]
-        np.testing.assert_allclose(*dqs, rtol=2e-2, atol=2e-2, err_msg=name)
+        # Added in the order in which blocks finish, where several share a row of it.
+        for unordered in got.keys() & {"dquery", "dbias"}:
+            pair = [result.pop(unordered).astype(np.float32) for result in (got, want)]
+            np.testing.assert_allclose(*pair, rtol=2e-2, atol=2e-2, err_msg=name)
         check_equal(got, want)
         assert np.isfinite(got["out"].astype(np.float32)).all(), name
         ran += 1
@@ -297,12 +299,71 @@ def check_threads() -> None:
 
 
 def check_determinism() -> str:
-    for H in (64, 128):
-        x = (*qkv(2, 1500, 8, 2, H), normal(3, 2, 1500, 8, H))
-        want = jax.tree.map(np.asarray, forward_and_gradients(*x, deterministic=True))
-        for _ in range(200):
-            check_equal(jax.tree.map(np.asarray, forward_and_gradients(*x, deterministic=True)), want)
-    return "200 runs, head_dim 64 and 128"
+    """Also where key tiles skip query tiles, so that turns are passed on by those with nothing to add."""
+    runs, T = 100, 1500
+    random = np.random.RandomState(0)
+    packed = jnp.asarray(np.sort(random.randint(0, 9, (2, T))), jnp.int32)
+    blocks = (np.kron(random.rand(12, 12) < 0.4, np.ones((125, 125), bool)) | np.eye(T, dtype=bool))[None]
+    options: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "packed": {"segment_ids": packed},
+        "shuffled segments": {"segment_ids": jnp.asarray(random.randint(0, 5, (2, T)), jnp.int32)},
+        "blocks": {"mask": jnp.asarray(blocks)},
+        "tiles": {"mask": jax_fmha.TileMask.from_array(blocks), "segment_ids": packed},
+    }
+    for H in (64, 128, 256):
+        x = (*qkv(2, T, 8, 2, H), normal(3, 2, T, 8, H))
+        for name, more in options.items():
+            want = jax.tree.map(np.asarray, forward_and_gradients(*x, deterministic=True, **more))
+            for _ in range(runs):
+                got = jax.tree.map(np.asarray, forward_and_gradients(*x, deterministic=True, **more))
+                check_equal(got, want)
+            free = forward_and_gradients(*x, **more)[2]
+            for a, b in zip(free, want[2], strict=True):
+                a, b = (np.asarray(x, np.float32) for x in (a, b))
+                np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2, err_msg=f"{name} {H}")
+    return f"{runs} runs of {len(options)} masks, head_dim 64, 128 and 256"
+
+
+# Masks ----------------------------------------------------------------------------------------------------------------
+
+
+def check_tile_mask_is_its_dense_mask() -> str:
+    """Exactly, gradients too where they are added in order: tiles of any size, shared or of each head and entry."""
+    T, S, N = 700, 900, 4
+    random = np.random.RandomState(1)
+    ran = 0
+    for H in (64, 128, 192):
+        x = (normal(0, 2, T, N, H), normal(1, 2, S, 2, H), normal(2, 2, S, 2, H), normal(3, 2, T, N, H))
+        for shape, tile in (((1,), (128, 128)), ((N,), (48, 24)), ((2, 1), (256, 512)), ((2, N), (64, 128))):
+            keep = np.kron(random.rand(*shape, 14, 15) < 0.3, np.ones((50, 60), bool))
+            keep |= random.rand(*shape, 14, 15).repeat(50, -2).repeat(60, -1) * random.rand(T, S) > 0.7
+            mask, tiles = jnp.asarray(keep), jax_fmha.TileMask.from_array(keep, tile)
+            got, want = (forward_and_gradients(*x, deterministic=True, mask=m) for m in (tiles, mask))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            ran += 1
+    return f"{ran} masks"
+
+
+def check_splash_masks() -> str:
+    """Masks of splash attention that reach the kernels as tiles, and some that do as structure."""
+    import test_tpu_splash as splash
+
+    splash.T = 640  # several tiles of the kernels
+    names = {*splash.MASKS} - splash.STRUCTURED | {"alternating", "unevenly_grouped", "reordered_chunks"}
+    arrays = {name: x.astype(jnp.bfloat16) for name, x in splash.operands(sinks=False).items()}
+    single = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    for name in sorted(names):
+        f = splash.ours(splash.MASKS[name](splash.our_mask))
+        assert calls(jax.jit(lambda a, f=f: f(**a)).lower(arrays).compile())["forward"] >= 1, name
+        with jax.default_matmul_precision("highest"):
+            want = splash.results(splash.reference(splash.MASKS[name](splash.original_mask)), single)
+        got = splash.results(f, arrays)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            a, b = (np.asarray(x, np.float32) for x in (a, b))
+            np.testing.assert_allclose(a, b, rtol=3e-2, atol=3e-2 * np.abs(b).max(), err_msg=name)
+    return ", ".join(sorted(names))
 
 
 def check_remat_saves_by_name() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_fmha import SegmentIds, attention
+from jax_fmha import SegmentIds, TileMask, attention
 
 T, S, N, K = 200, 330, 2, 1
 
@@ -16,7 +17,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "an interval of keys": {"is_causal": True, "query_offset": S - T, "key_value_seq_lengths": [300]},
     "segments": {"segment_ids": SegmentIds([[i // 50 for i in range(T)]], [[j // 70 for j in range(S)]])},
     "any keys": {"mask": [[j % 3 > 0 for j in range(S)]] * T, "logits_soft_cap": 20.0},
+    "blocks of keys": {"mask": [[i // 70 != j // 110 for j in range(S)] for i in range(T)]},
+    "tiles of keys": {"mask": TileMask.from_array(np.tri(T, S, 40, dtype=bool)[None], (64, 64))},
+    "bias of pairs": {"bias": np.ones((N, T, S))},
+    "bias of keys": {"bias": np.ones((1, 1, S))},
 }
+DETERMINISTIC = ("segments", "blocks of keys")
 
 
 def main() -> None:
@@ -28,11 +34,14 @@ def main() -> None:
         for name, options in OPTIONS.items():
             options = jax.tree.map(jnp.asarray, options, is_leaf=lambda x: isinstance(x, list))
             options["is_causal"] = name == "an interval of keys"
+            options["deterministic"] = name in DETERMINISTIC
+            bias = options.pop("bias", None)
 
-            def gradients(q: Any, k: Any, v: Any, dout: Any, options: Any = options) -> Any:
-                return jax.vjp(lambda *x: attention(*x, **options), q, k, v)[1](dout)
+            def gradients(q: Any, k: Any, v: Any, bias: Any, dout: Any, options: Any = options) -> Any:
+                return jax.vjp(lambda *x: attention(*x, **options), q, k, v, bias)[1](dout)
 
-            jax.block_until_ready(jax.jit(gradients)(q, k, v, dout))
+            bias = None if bias is None else bias.astype(jnp.bfloat16)
+            jax.block_until_ready(jax.jit(gradients)(q, k, v, bias, dout))
             print(f"{name}, head_dim {head_dim}", flush=True)
 
 

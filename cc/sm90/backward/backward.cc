@@ -12,10 +12,11 @@ namespace {
 
 std::string Refusal(const Problem& p, const Device& device) {
   if (std::string reason = SharedRefusal(p, device); !reason.empty()) return reason;
-  if (p.deterministic && p.has_segment_ids) {
-    return "deterministic=True with segment_ids: dq is added in the order in which blocks finish";
+  if (p.deterministic && p.wants_dbias &&
+      BiasGradientSize(p) != p.batch * p.num_q_heads * p.seqlen_q * p.seqlen_kv) {
+    return "deterministic=True with a gradient of bias that is summed over a dimension: sums are "
+           "taken in the order in which blocks finish";
   }
-  if (p.wants_dbias) return "a gradient of bias";
   return {};
 }
 

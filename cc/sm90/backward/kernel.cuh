@@ -3,9 +3,10 @@
 //
 // One producer warp loads by TMA; two consumer warpgroups hold 64 keys each. They compute S^T = k
 // q^T and dP^T = v dout^T, so that P^T and dS^T are register operands of dv += P^T dout and dk +=
-// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A block
-// takes one (key tile, kv head, batch entry) and walks the query tiles of every query head of the
-// group, so nothing of dk and dv is added twice.
+// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A second
+// warp has dq added to device memory in bulk. A block takes one (key tile, kv head, batch entry)
+// and walks the query tiles of every query head of the group, so nothing of dk and dv is added
+// twice.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -33,8 +34,13 @@ struct BackwardParams {
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
   int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
   int* next_tile;  // zeroed
-  int* turns;  // [batch, N, query tile, warpgroup], zeroed; null where the order of additions is
-               // free
+  // Null where the order of additions is free; see "Addition of dq".
+  int* turns;  // [batch, N, query tile, warpgroup], zeroed
+  int2*
+      turn_takers;  // [batch, key tile]: first and one past the last query tile it takes a turn at
+  int* first_takers;  // [batch, query tile]: first key tile that takes a turn
+  float* dbias;       // summed in float32, zeroed; null if it is not wanted
+  BatchMap dbias_map;
   gpu::RepairList repair;
 };
 
@@ -56,6 +62,9 @@ struct BackwardKernel {
   static constexpr int kGroupKv = 64;  // keys and queries of a warpgroup's part of S^T
   static constexpr int kGroupQ = kSplitsColumns ? kBlockQ / kConsumers : kBlockQ;
   static_assert(kBlockKv == (kSplitsColumns ? 64 : 64 * kConsumers));
+  // Bulk additions of dq read a copy in shared memory, for which wide heads leave no room: their
+  // warpgroups add their registers themselves, which takes them longer.
+  static constexpr bool kAddsInBulk = !kSplitsColumns;
   // dv may start before dS is worked out where registers allow for both operands.
   static constexpr bool kEarlyDv = !kSplitsColumns && kBlockQ == 64;
   // dq's rows, else its columns, are shared out to the warpgroups.
@@ -119,7 +128,7 @@ struct BackwardKernel {
     int q_begin, q_end;  // query tiles
     int num_steps;       // pairs of a query head and a query tile that the mask does not skip
     int is_elementwise, may_leak;
-    int has_large;  // rows of the call, see SubtractLarge
+    int has_large;  // rows of the call, see ExponentiateLarge
     gpu::EntryLimits limits;
   };
 
@@ -137,12 +146,14 @@ struct BackwardKernel {
     alignas(1024) Element dout[kStages][kBlockQ * kHeadDimV];
     alignas(1024) Element ds[kStages][kBlockQ * kBlockKv];
     alignas(1024) Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
+    alignas(1024) float dq[kConsumers][kAddsInBulk ? kBlockQ * kHeadDim / kConsumers : 4];
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kBlockQ];
     alignas(128) int2 runs[kStages][kBlockQ];
     Step steps[kStages];
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
+    gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
     TileInfo info[2];
   };
 
@@ -173,9 +184,7 @@ struct BackwardKernel {
     info.num_steps = s.group_size * (info.q_end - info.q_begin);
     if constexpr (kHasElements) {
       info.is_elementwise = s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
-      if (s.mask_plan.words == nullptr) {
-        info.is_elementwise |= s.mask.data != nullptr || s.tile_mask.tiles.data != nullptr;
-      } else {
+      if (s.mask_plan.words != nullptr) {
         info.num_steps = 0;
         for (int g = 0; g < s.group_size; ++g) {
           info.num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
@@ -388,32 +397,30 @@ struct BackwardKernel {
     }
   }
 
-  // Where lse is large, takes it from the scores in their own unit and leaves a base of 0.
-  static __device__ __forceinline__ void SubtractLarge(const BackwardParams& p,
-                                                       const TileInfo& info, const Scores& x,
-                                                       int head, int q_first,
-                                                       float (&lse2)[kScoreRegs / 2],
-                                                       float (&s)[kScoreRegs]) {
+  // Probabilities where some lse is large: of such rows from differences in the scores' own unit.
+  static __device__ __forceinline__ void ExponentiateLarge(const BackwardParams& p,
+                                                           const TileInfo& info, const Scores& x,
+                                                           int head, int q_first, const float* lse2,
+                                                           float (&s)[kScoreRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const float* lse =
         static_cast<const float*>(p.lse.data) +
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
-    const float unit = x.is_transformed ? 1.f : x.scale, inverse = 1.f / unit;
-#pragma unroll
-    for (int i = 0; i < kScoreRegs / 2; ++i) {
+    const float unit = x.is_transformed ? 1.f : x.scale;
+    ForRows(lse2, [&](int i, float base) {
       // Rows that see nothing have lse2 +inf, those past the last among them.
-      if (!(fabsf(lse2[i]) > gpu::kLargeBase) || lse2[i] == gpu::kInf) continue;
-      lse2[i] = 0.f;
-      const float base = lse[i / 2 * 8 + i % 2];
+      const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
+      const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float& score = s[i / 2 * 4 + r * 2 + i % 2];
-        const float above = __fmul_rn(score, unit) - base;
+      for (int r = 0; r < 4; r += 2) {
         // No weight exceeds 1, whatever the rounding of lse.
-        score = above > 0.f ? 0.f : above * inverse;
+        const float above = __fmul_rn(s[i + r], unit) - top;
+        s[i + r] = gpu::Exp2(!is_large     ? s[i + r] * x.factor - base
+                             : above > 0.f ? 0.f
+                                           : above * gpu::kLog2e);
       }
-    }
+    });
   }
 
   // Selects among scores of a tile that not every pair of may attend; `runs` are those of the
@@ -522,6 +529,59 @@ struct BackwardKernel {
     }
   }
 
+  // Adds dS to dbias. Along a dimension that the bias shares, the warp sums first.
+  static __device__ __forceinline__ void AddBiasGradient(const BackwardParams& p,
+                                                         const TileInfo& info, int head,
+                                                         int q_first, const int (&kv)[2],
+                                                         const float (&ds)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const ScoreStrides& strides = sp.bias_strides;
+    float* to =
+        p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry + head * strides.head;
+    const int lane = threadIdx.x % 32, row = q_first + 2 * (lane % 4);
+    auto add = [&](bool is_inside, int64_t at, float x) {
+      if (is_inside && x != 0.f) atomicAdd(to + at, x);
+    };
+    if (strides.row != 0 && strides.col != 0) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegs; ++i) {
+        const int q = row + i / 4 * 8 + i % 2, j = kv[i / 2 % 2];
+        add(q < sp.seqlen_q && j < sp.seqlen_kv, q * strides.row + j * strides.col, ds[i]);
+      }
+    } else if (strides.col != 0) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kScoreRegs / 4; ++i) sum += ds[i * 4 + r * 2] + ds[i * 4 + r * 2 + 1];
+        sum = gpu::QuadSum(sum);
+        add(lane % 4 == 0 && kv[r] < sp.seqlen_kv, kv[r] * strides.col, sum);
+      }
+    } else {
+      float total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float sum = ds[i * 4 + c] + ds[i * 4 + 2 + c];
+          if (strides.row == 0) {
+            total += sum;
+            continue;
+          }
+#pragma unroll
+          for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+          const int q = row + i * 8 + c;
+          add(lane / 4 == 0 && q < sp.seqlen_q, q * strides.row, sum);
+        }
+      }
+      if (strides.row == 0) {
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+        add(lane == 0, 0, total);
+      }
+    }
+  }
+
   // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
   static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
@@ -541,53 +601,134 @@ struct BackwardKernel {
     }
   }
 
-  // Adds a step's dq to device memory, each thread's registers in their own order. With `turns` key
-  // tiles take turns in their order, so that every run adds in the same order; a tile's turn is the
-  // number of tiles before it that add to the same queries. Blocks start tiles in that order too,
-  // so the tile waited for is running or done.
+  // Addition of dq
+  // ----------------------------------------------------------------------------------------------------------
+  //
+  // Accumulators are added in the order of their registers; ConvertDq puts them right. With `turns`
+  // key tiles take turns in their order at each query tile, so that every run adds in the same
+  // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
+  // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
+  // or done.
+
+  static constexpr int kDqFloats = kBlockQ * kHeadDim / kConsumers;  // of a warpgroup
+
+  // One warpgroup's part of one (query head, query tile).
+  struct DqPart {
+    float* to;
+    int* turn;  // null where the order is free
+    int mine;
+
+    __device__ DqPart(const BackwardParams& p, const TileInfo& info, int head, int m, int group) {
+      const int tile = (info.batch * p.score.num_q_heads + head) * p.num_q_tiles + m;
+      const int64_t part = static_cast<int64_t>(tile) * kConsumers + group;
+      to = p.dq + part * kDqFloats;
+      turn = p.turns == nullptr ? nullptr : p.turns + part;
+      mine = p.turns == nullptr
+                 ? 0
+                 : info.kv_first / kBlockKv -
+                       p.first_takers[static_cast<int64_t>(info.batch) * p.num_q_tiles + m];
+    }
+    __device__ void Await() const {
+      int now;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+      } while (now != mine);
+    }
+    __device__ void Pass() const {
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
+    }
+  };
+
+  // By the warpgroup itself.
   template <class Dq>
-  static __device__ __forceinline__ void AddDq(const BackwardParams& p, const TileInfo& info,
-                                               int head, int m, int group, const Dq& dq) {
-    constexpr int kFloats = kBlockQ * kHeadDim / kConsumers;
+  static __device__ __forceinline__ void AddRegisters(const DqPart& part, int group, const Dq& dq) {
     const int thread = threadIdx.x % 128;
-    const int tile = (info.batch * p.score.num_q_heads + head) * p.num_q_tiles + m;
-    const int64_t part = static_cast<int64_t>(tile) * kConsumers + group;
-    int *turn = nullptr, mine = 0;
-    if (p.turns != nullptr) {
-      turn = p.turns + part;
-      mine = info.kv_first / kBlockKv - FirstKvTile(info, m);
-      if (thread == 0) {
-        int now;
-        do {
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        } while (now != mine);
-      }
+    if (part.turn != nullptr) {
+      if (thread == 0) part.Await();
       gpu::NamedSync(kDqBar + group, 128);
     }
-    float* to = p.dq + part * kFloats + thread * 4;
+    float* to = part.to + thread * 4;
 #pragma unroll
     for (int i = 0; i < size(dq) / 4; ++i) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 512),
                    "f"(dq(i * 4)), "f"(dq(i * 4 + 1)), "f"(dq(i * 4 + 2)), "f"(dq(i * 4 + 3))
                    : "memory");
     }
-    if (turn != nullptr) {
+    if (part.turn != nullptr) {
       // Complete before the next tile may add.
       __threadfence();
       gpu::NamedSync(kDqBar + group, 128);
-      if (thread == 0) {
-        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1) : "memory");
-      }
+      if (thread == 0) part.Pass();
     }
   }
 
-  // The first key tile whose range of query tiles holds m. Without segments ranges only move
-  // forward with the keys.
-  static __device__ __forceinline__ int FirstKvTile(const TileInfo& info, int m) {
-    // Tile t ends with query min(q_length, kv_end(t) - lo_shift); it must lie beyond the first row
-    // of m.
-    const int past = m * kBlockQ + info.limits.lo_shift;  // kv_end(t) > past
-    return past < 0 ? 0 : past / kBlockKv;
+  // By a thread of its own, which goes through the tiles with the consumers: it has what they leave
+  // in shared memory added in bulk, and passes on turns at query tiles to which nothing is added.
+  // Where consumers add for themselves only the latter is left.
+  static __device__ __forceinline__ void AddForConsumers(const BackwardParams& p,
+                                                         SharedStorage& smem) {
+    int kv_phase = 0, dq_phase = 0, slot = 0;
+    while (true) {
+      gpu::Wait(&smem.kv_full, kv_phase);
+      kv_phase ^= 1;
+      const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
+      slot ^= 1;
+      if (info.is_last) break;
+      gpu::Arrive(&smem.kv_empty);
+      int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
+      if (p.turns != nullptr) {
+        takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.num_kv_tiles +
+                              info.kv_first / kBlockKv];
+      }
+      for (int g = 0; g < p.score.group_size; ++g) {
+        const int head = info.kv_head * p.score.group_size + g;
+        const gpu::TileWord* line = LineOf(p.score, info, head);
+        for (int m = takes.x; m < takes.y; ++m) {
+          if (m >= info.q_begin && m < info.q_end && gpu::IsSeen(line, m)) {
+            if constexpr (kAddsInBulk) {
+              AddBulk(p, info, head, m, dq_phase, smem);
+              dq_phase ^= 1;
+            }
+          } else if (p.turns != nullptr) {
+            for (int group = 0; group < kConsumers; ++group) {
+              const DqPart part(p, info, head, m, group);
+              part.Await();
+              part.Pass();
+            }
+          }
+        }
+      }
+    }
+    // Shared memory must outlive the last addition.
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+
+  // One step of every consumer warpgroup, from shared memory.
+  static __device__ __forceinline__ void AddBulk(const BackwardParams& p, const TileInfo& info,
+                                                 int head, int m, int phase, SharedStorage& smem) {
+    for (int group = 0; group < kConsumers; ++group) {
+      const DqPart part(p, info, head, m, group);
+      gpu::Wait(&smem.dq_ring.full[group], phase);
+      if (part.turn != nullptr) {
+        part.Await();
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+      }
+      asm volatile(
+          "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+          "cp.async.bulk.commit_group;" ::"l"(part.to),
+          "r"(gpu::SmemAddress(smem.dq[group])), "r"(kDqFloats * 4)
+          : "memory");
+      if (part.turn != nullptr) {
+        // Complete, not merely read, before the next tile may add.
+        asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
+        __threadfence();
+        part.Pass();
+      }
+    }
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+    gpu::Arrive(&smem.dq_ring.empty[0]);
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    gpu::Arrive(&smem.dq_ring.empty[1]);
   }
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
@@ -648,7 +789,7 @@ struct BackwardKernel {
     };
 
     gpu::RingState<kStages> state;
-    int kv_phase = 0, slot = 0;
+    int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
@@ -701,10 +842,14 @@ struct BackwardKernel {
           MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
                      x.kv, s);
         }
-        if (flags & kHasLarge) SubtractLarge(p, info, x, head, m * kBlockQ + q_offset, lse2, s);
+        if (flags & kHasLarge) {
+          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
+                            s);
+        } else {
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) {
-          s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+          for (int i = 0; i < kScoreRegs; ++i) {
+            s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+          }
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
@@ -742,6 +887,9 @@ struct BackwardKernel {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
         }
+        if constexpr (kHasElements) {
+          if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
+        }
         if constexpr (!kEarlyDv) {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
@@ -771,7 +919,20 @@ struct BackwardKernel {
         warpgroup_fence_operand(tDv);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
         release(&smem.dout_ring.empty[stage]);
-        AddDq(p, info, head, m, group, tDq);
+        if constexpr (kAddsInBulk) {
+          gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
+          float* to = smem.dq[group] + threadIdx.x % 128 * 4;
+#pragma unroll
+          for (int i = 0; i < size(tDq) / 4; ++i) {
+            *reinterpret_cast<float4*>(to + i * 512) =
+                make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
+          }
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          release(&smem.dq_ring.full[group]);
+          dq_phase ^= 1;
+        } else {
+          AddRegisters(DqPart(p, info, head, m, group), group, tDq);
+        }
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
         if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
@@ -833,7 +994,11 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
-    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers);
+    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + 1);
+    for (int i = 0; i < Kernel::kConsumers; ++i) {
+      gpu::InitBarrier(&smem.dq_ring.full[i], 4);
+      gpu::InitBarrier(&smem.dq_ring.empty[i], 1);
+    }
     for (int i = 0; i < Kernel::kStages; ++i) {
       gpu::InitBarrier(&smem.q_ring.full[i], 1);
       gpu::InitBarrier(&smem.q_ring.empty[i], 4 * Kernel::kConsumers);
@@ -845,10 +1010,71 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
-    if (threadIdx.x == 0) Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
+    if (threadIdx.x == 0) {
+      Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
+    } else if (threadIdx.x == 32) {
+      Kernel::AddForConsumers(p, smem);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
     Kernel::Consume(p, smem);
+  }
+}
+
+// Who takes a turn at which query tile, for one batch entry per block. Key tiles take one at every
+// query tile between the first that they or a later tile need and the last that they or an earlier
+// one need; so those of one query tile follow each other, and a tile's turn is its distance from
+// the first. Where ranges only move forward, as with sorted segments, nobody takes one in vain.
+template <class Kernel>
+__global__ void __launch_bounds__(256) PlanTurns(const __grid_constant__ BackwardParams p) {
+  __shared__ int scan[256];
+  const int b = blockIdx.x, thread = threadIdx.x, n = p.num_kv_tiles;
+  int2* takers = p.turn_takers + static_cast<int64_t>(b) * n;
+  const gpu::EntryLimits limits = gpu::LimitsOf(p.score, b);
+  for (int t = thread; t < n; t += 256) {
+    const int2 range = Kernel::QueryTiles(p, limits, b, t);
+    takers[t] = range.x < range.y ? range : make_int2(p.num_q_tiles, 0);
+  }
+  __syncthreads();
+  // The largest x of this thread and those before it.
+  auto running_max = [&](int x) {
+    scan[thread] = x;
+    __syncthreads();
+    for (int step = 1; step < 256; step *= 2) {
+      const int other = thread >= step ? scan[thread - step] : x;
+      __syncthreads();
+      x = max(x, other);
+      scan[thread] = x;
+      __syncthreads();
+    }
+    return x;
+  };
+  int last = 0, first = -p.num_q_tiles;  // of all tiles before, and minus that of all behind
+  for (int base = 0; base < n; base += 256) {
+    const int up = base + thread, down = n - 1 - up;
+    const int end = max(last, running_max(up < n ? takers[up].y : 0));
+    last = max(last, scan[255]);
+    __syncthreads();
+    const int begin = max(first, running_max(up < n ? -takers[down].x : -p.num_q_tiles));
+    first = max(first, scan[255]);
+    __syncthreads();
+    if (up < n) {
+      takers[up].y = end;
+      takers[down].x = -begin;
+    }
+    __syncthreads();
+  }
+  for (int m = thread; m < p.num_q_tiles; m += 256) {
+    int lo = 0, hi = n;  // first tile that reaches beyond m
+    while (lo < hi) {
+      const int mid = (lo + hi) / 2;
+      if (takers[mid].y <= m) {
+        lo = mid + 1;
+      } else {
+        hi = mid;
+      }
+    }
+    p.first_takers[static_cast<int64_t>(b) * p.num_q_tiles + m] = lo;
   }
 }
 

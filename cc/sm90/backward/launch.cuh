@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cc/gpu/bias_gradient.h"
 #include "cc/gpu/check.h"
 #include "cc/gpu/delta.cuh"
 #include "cc/gpu/launch.h"
@@ -18,7 +19,7 @@ namespace jax_fmha::sm90 {
 
 // Queries, output gradients and dq of a section of heads should stay in L2.
 inline constexpr int64_t kBackwardSectionBytes = 24 << 20;
-inline constexpr int64_t kUnevenTiles = 512;
+inline constexpr int64_t kUnevenTiles = 256;
 
 template <typename Element, int kHeadDimV>
 void LaunchDelta(const gpu::DeltaParams& p, cudaStream_t stream) {
@@ -64,9 +65,9 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       problem.uses_positions() || problem.has_segment_ids || problem.has_seq_lengths;
   const int64_t least = is_uneven ? CeilDiv(kUnevenTiles, params.num_kv_tiles) : 1;
   params.pairs_per_section = static_cast<int>(
-      std::clamp<int64_t>(std::max(kBackwardSectionBytes / group_bytes, least), 1, kv_pairs));
+      gpu::EvenSections(kv_pairs, std::max(kBackwardSectionBytes / group_bytes, least)));
 
-  // Counters, turns and dq lie side by side: one memset zeroes them.
+  // Counters, turns, dbias and dq lie side by side: one memset zeroes them.
   const int64_t dq_bytes = q_pairs * params.num_q_tiles * kTile.block_q * kHeadDim * 4;
   if (Status s =
           gpu::ToStatus(cudaMemsetAsync(memory, 0, workspace.dq + dq_bytes, stream), "memset");
@@ -76,9 +77,20 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.next_tile = counters;
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
-  if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
-  // Where key tiles take turns at query tiles, none is skipped.
-  if ((problem.has_mask || problem.has_tile_mask) && !problem.deterministic) {
+  const int64_t dbias_size = BiasGradientSize(problem);
+  if (dbias_size > 0) {
+    params.dbias_map = operands.dbias.batch;
+    if (problem.bias_dtype == DType::kF32) {
+      params.dbias = static_cast<float*>(operands.dbias.data);
+      if (Status s =
+              gpu::ToStatus(cudaMemsetAsync(params.dbias, 0, dbias_size * 4, stream), "memset");
+          !s.ok())
+        return s;
+    } else {
+      params.dbias = reinterpret_cast<float*>(memory + workspace.dbias);
+    }
+  }
+  if (problem.has_mask || problem.has_tile_mask) {
     const cudaError_t error =
         gpu::RunMaskPlan(params.score, kTile.block_q, kTile.block_kv, gpu::WalkOver::kQueries,
                          memory + workspace.mask_plan, stream, &params.score.mask_plan);
@@ -97,6 +109,14 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       error = gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
     }
     if (Status s = gpu::ToStatus(error, "segment plan"); !s.ok()) return s;
+  }
+
+  if (problem.deterministic) {
+    params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+    params.turn_takers = reinterpret_cast<int2*>(memory + workspace.turn_takers);
+    params.first_takers = reinterpret_cast<int*>(memory + workspace.first_takers);
+    PlanTurns<Kernel><<<static_cast<unsigned>(problem.batch), 256, 0, stream>>>(params);
+    if (Status s = gpu::ToStatus(cudaGetLastError(), "turns"); !s.ok()) return s;
   }
 
   gpu::DeltaParams delta = {params.score,
@@ -156,6 +176,11 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   ConvertDq<Kernel><<<static_cast<unsigned>(q_pairs * params.num_q_tiles), 256, 0, stream>>>(
       params, operands.dq.data, dq_list);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "convert"); !s.ok()) return s;
+  if (dbias_size > 0 && problem.bias_dtype != DType::kF32) {
+    const cudaError_t error = gpu::ConvertBiasGradient(params.dbias, operands.dbias.data,
+                                                       problem.bias_dtype, dbias_size, stream);
+    if (Status s = gpu::ToStatus(error, "dbias"); !s.ok()) return s;
+  }
 
   if (problem.has_segment_ids) {
     const gpu::RepairBackwardParams repair = {

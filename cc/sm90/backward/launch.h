@@ -17,8 +17,8 @@ Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, con
 
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
-  int64_t counters, turns, dq, lse2, delta, mask_plan, dq_strips, dkv_strips, q_plan, kv_plan,
-      bytes;
+  int64_t counters, turns, dbias, dq, lse2, delta, turn_takers, first_takers, mask_plan, dq_strips,
+      dkv_strips, q_plan, kv_plan, bytes;
 };
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
@@ -28,6 +28,14 @@ inline Problem Swapped(Problem p) {
   std::swap(p.seqlen_q, p.seqlen_kv);
   std::swap(p.num_q_heads, p.num_kv_heads);
   return p;
+}
+
+// Elements of dbias, 0 if it is not wanted.
+inline int64_t BiasGradientSize(const Problem& p) {
+  if (!p.wants_dbias) return 0;
+  int64_t size = 1;
+  for (int64_t x : p.dbias_shape) size *= x;
+  return size;
 }
 
 inline BackwardWorkspace WorkspaceOf(const Problem& p) {
@@ -42,13 +50,18 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   };
   w.counters = take(4 * sizeof(int));
   // Everything up to and with dq is zeroed in one go.
-  if (p.deterministic)
-    w.turns = take(p.batch * p.num_q_heads * CeilDiv(p.seqlen_q, tile.block_q) * 2 * 4);
+  const int64_t q_tiles = CeilDiv(p.seqlen_q, tile.block_q),
+                kv_tiles = CeilDiv(p.seqlen_kv, tile.block_kv);
+  if (p.deterministic) w.turns = take(p.batch * p.num_q_heads * q_tiles * 2 * 4);
+  if (p.bias_dtype != DType::kF32) w.dbias = take(BiasGradientSize(p) * 4);
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
-  w.mask_plan = take(gpu::MaskPlanBytes(p, CeilDiv(p.seqlen_kv, tile.block_kv),
-                                        CeilDiv(p.seqlen_q, tile.block_q)));
+  if (p.deterministic) {
+    w.turn_takers = take(p.batch * kv_tiles * 8);
+    w.first_takers = take(p.batch * q_tiles * 4);
+  }
+  w.mask_plan = take(gpu::MaskPlanBytes(p, kv_tiles, q_tiles));
   if (p.has_segment_ids) {
     // Both column halves of a strip may report it.
     w.dq_strips = take(2 * gpu::RepairListBytes(p));

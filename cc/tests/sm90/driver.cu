@@ -87,7 +87,7 @@ struct Case {
   bool scale = false;
   float scale_value = 0.1f;
   bool poison = false, share_k = false, dlse = false, deterministic = false;
-  float mul = 1.f, kadd = 0.f, qadd = 0.f;
+  float mul = 1.f, kadd = 0.f, qadd = 0.f, badd = 0.f;
   bool dbias = false;
   bool blocks = false;               // the mask keeps and drops in blocks
   int tile_rows = 0, tile_cols = 0;  // a tile mask; bits of `mask`: head, batch
@@ -466,7 +466,7 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
     shape(c.bias, r.bs, o.bias_strides, o.bias, n);
     d.nbias = n;
     auto* m = d.a.get(n * 4);
-    fill_normal<<<256, 256>>>(m, c.bias_dt, n, seed + 77, 1, 0);
+    fill_normal<<<256, 256>>>(m, c.bias_dt, n, seed + 77, 1, c.badd);
     r.bias = m;
     r.bias_dt = c.bias_dt;
     o.bias.data = m;
@@ -1027,6 +1027,15 @@ int main(int argc, char** argv) {
       c.T = 70;
       c.S = 77;
     });
+    for (float large : {2e4f, -2e4f})
+      add("large lse", [=](Case& c) {
+        c.bias = 15;
+        c.bias_dt = 2;
+        c.badd = large;
+        c.causal = large > 0;
+        c.seg = large > 0 ? 0 : 1;
+        c.dlse = true;
+      });
     add("dlse", [](Case& c) {
       c.dlse = true;
       c.causal = true;
