@@ -467,11 +467,17 @@ struct ForwardKernel {
         sum.y *= rescale;
         float base = max == -gpu::kInf ? 0.f : max * factor;
         const bool is_large = fabsf(base) > gpu::kLargeBase;
-        if (__any_sync(0xffffffff, is_large)) {  // else nothing is subtracted by anybody
-          const float shift = is_large ? max : 0.f;
+        if (__any_sync(0xffffffff, is_large)) {
+          const float shift = is_large ? -max : 0.f;
           base = is_large ? 0.f : base;
+          // In pairs, as the compiler makes predicates of this branch.
 #pragma unroll
-          for (int i = 0; i < kKeys; ++i) s[i] -= shift;
+          for (int i = 0; i < kKeys; i += 2) {
+            float2 x = make_float2(s[i], s[i + 1]);
+            cute::add(x, x, make_float2(shift, shift));
+            s[i] = x.x;
+            s[i + 1] = x.y;
+          }
         }
 #pragma unroll
         for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
