@@ -1,14 +1,16 @@
 """Builds the project's Blackwell kernels, with the checks of cc/tests/sm100/driver.cu, to run on a Hopper GPU.
 
-python tests/sm100/kernels.py FOLDER --cutlass cutlass_library/source [--only REGEX]
+python tests/sm100/kernels.py FOLDER [--only REGEX] [--cutlass cutlass_library/source]
 FOLDER/driver check 200        # there; environment variables of host.cc apply
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 
-from build import Builder, first_site
+import toolchain
+from build import Builder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +43,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cutlass", type=Path, required=True)
+    parser.add_argument("--cutlass", type=Path, default=toolchain.installed_cutlass())
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="sources compiled at a time")
     parser.add_argument("--only", default="", help="instances whose name matches; the others are left out")
     parser.add_argument("--compile-only", action="store_true", help="compile instances, and do not link")
     arguments = parser.parse_args()
@@ -56,8 +59,8 @@ def main() -> None:
     options = [f"-I{include}", f"-I{ROOT}"]
     builder = Builder(arguments.folder, arguments.cutlass)
     if arguments.compile_only:
-        for source in sources:
-            print(builder.compile("driver", source, options, first_site(source)).object)
+        for compilation in builder.compile_all("driver", sources, options, arguments.jobs):
+            print(compilation.object)
         return
     # The dispatch lists what is built.
     for name, definition in definitions.items():
@@ -68,13 +71,19 @@ def main() -> None:
         "tests/sm100/driver.cu",
         "sm100/forward/forward.cc",
         "sm100/backward/backward.cc",
+        "sm90/forward/forward.cc",
+        "sm90/backward/backward.cc",
+        "sm90/not_linked.cc",
+        "gpu/bias_gradient.cu",
         "gpu/empty_forward.cu",
         "gpu/empty_backward.cu",
+        "gpu/mask_plan.cu",
         "gpu/segment_plan.cu",
         "gpu/sink_gradient.cu",
         "core/problem.cc",
+        "dispatch/registry.cc",
     ]
-    print(builder.build("driver", sources, options, [cc / path for path in plain]))
+    print(builder.build("driver", sources, options, [cc / path for path in plain], arguments.jobs))
 
 
 if __name__ == "__main__":
