@@ -26,6 +26,28 @@ struct BackwardTileInfo {
   EntryLimits limits;
 };
 
+// Query tiles that may attend to the tile of keys from kv_first on, first and one past the last.
+__device__ __forceinline__ int2 QueryTiles(const ScoreParams& s, const SegmentPlan& kv_plan,
+                                           const EntryLimits& e, int batch, int kv_first,
+                                           int block_q, int block_kv) {
+  const int kv_end = min(kv_first + block_kv, e.kv_length);
+  if (kv_end <= kv_first) return make_int2(0, 0);
+  int q_lo = max(0, kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
+  if (kv_plan.blocks != nullptr) {
+    const int num_blocks = (s.seqlen_kv + kPlanRows - 1) / kPlanRows;
+    const PlanBlock* blocks = kv_plan.blocks + static_cast<int64_t>(batch) * num_blocks;
+    int lo_min = kFar, hi_max = 0;
+    for (int i = kv_first / kPlanRows; i <= (kv_end - 1) / kPlanRows; ++i) {
+      lo_min = min(lo_min, blocks[i].lo_min);
+      hi_max = max(hi_max, blocks[i].hi_max);
+    }
+    q_lo = max(q_lo, lo_min);
+    q_hi = min(q_hi, hi_max);
+  }
+  if (q_hi <= q_lo) return make_int2(0, 0);
+  return make_int2(q_lo / block_q, (q_hi + block_q - 1) / block_q);
+}
+
 template <int kBlockQ, int kBlockKv, bool kHasElements>
 __device__ __forceinline__ BackwardTileInfo DescribeBackwardTile(const ScoreParams& s,
                                                                  const SegmentPlan& plan,
@@ -76,8 +98,8 @@ __device__ __forceinline__ BackwardTileInfo DescribeBackwardTile(const ScorePara
   }
   info.is_elementwise = info.is_scattered;
   if constexpr (kHasElements) {
-    info.is_elementwise |=
-        s.mask.data != nullptr || s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
+    info.is_elementwise |= s.q_positions.data != nullptr || s.kv_positions.data != nullptr ||
+                           (s.mask.data != nullptr && s.mask_plan.words == nullptr);
   }
   // No tile with keys beyond the last is full: their gradients are 0 by selection.
   info.full_begin = lo_max;

@@ -12,13 +12,14 @@ Status LaunchEmptyBackward(const Problem& problem, const Operands& operands, con
                 kv_rows = problem.batch * problem.seqlen_kv * problem.num_kv_heads;
   const struct {
     void* data;
-    int64_t elements;
-  } results[] = {{operands.dq.data, q_rows * problem.head_dim},
-                 {operands.dk.data, kv_rows * problem.head_dim},
-                 {operands.dv.data, kv_rows * problem.head_dim_v}};
-  for (const auto& [data, elements] : results) {
-    if (Status s = ToStatus(cudaMemsetAsync(data, 0, elements * size, stream), "memset"); !s.ok())
-      return s;
+    int64_t bytes;
+  } results[] = {{operands.dq.data, q_rows * problem.head_dim * size},
+                 {operands.dk.data, kv_rows * problem.head_dim * size},
+                 {operands.dv.data, kv_rows * problem.head_dim_v * size},
+                 {operands.dbias.data, BiasGradientSize(problem) * SizeOf(problem.bias_dtype)}};
+  for (const auto& [data, bytes] : results) {
+    if (bytes == 0) continue;
+    if (Status s = ToStatus(cudaMemsetAsync(data, 0, bytes, stream), "memset"); !s.ok()) return s;
   }
   if (operands.dsinks.data == nullptr || operands.dsinks.entries * problem.num_q_heads == 0)
     return {};

@@ -80,6 +80,7 @@ def main() -> None:
         "gpu/mask_plan.cu",
         "gpu/segment_plan.cu",
         "gpu/sink_gradient.cu",
+        "gpu/turns.cu",
         "core/problem.cc",
         "dispatch/registry.cc",
     ]

@@ -11,14 +11,17 @@ namespace jax_fmha {
 namespace sm100 {
 namespace {
 
+// Segments may let ranges of queries go back and forth, for which turns must be planned.
+ForwardMode ModeOf(const Problem& p) {
+  return p.has_positions || p.has_mask || p.has_tile_mask || p.has_bias ||
+                 (p.deterministic && p.has_segment_ids)
+             ? ForwardMode::kGeneral
+             : ForwardMode::kInterval;
+}
+
 std::string Refusal(const Problem& p, const Device& device) {
   std::string reason = SharedRefusal(p, device, kBackwardMaxHeadDim, kBackwardMaxHeadDimV);
-  if (!reason.empty()) return reason;
-  if (p.deterministic && p.has_segment_ids) {
-    return "deterministic=True with segment_ids: dq is added in the order in which blocks finish";
-  }
-  if (p.wants_dbias) return "a gradient of bias";
-  return {};
+  return reason.empty() ? gpu::BackwardRefusal(p) : reason;
 }
 
 int64_t Workspace(const Problem& problem, const Device&) { return WorkspaceOf(problem).bytes; }
@@ -29,9 +32,7 @@ Status Run(const Problem& problem, const Operands& operands, const Launch& launc
   }
   const BackwardTile tile =
       BackwardTileOf(static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v));
-  const ForwardMode mode = problem.has_positions || problem.has_mask || problem.has_bias
-                               ? ForwardMode::kGeneral
-                               : ForwardMode::kInterval;
+  const ForwardMode mode = ModeOf(problem);
 #define BACKWARD_INSTANCE(dtype_, mode_, head_dim_, head_dim_v_)                      \
   if (problem.dtype == DType::dtype_ && mode == ForwardMode::mode_ &&                 \
       tile.head_dim == head_dim_ && tile.head_dim_v == head_dim_v_) {                 \

@@ -40,6 +40,7 @@
 #include "cc/gpu/problem_params.cuh"
 #include "cc/gpu/repair.cuh"
 #include "cc/gpu/softmax.cuh"
+#include "cc/gpu/turns.h"
 #include "cc/sm100/backward/config.h"
 #include "cc/sm100/backward/launch.h"
 #include "cc/sm100/load.cuh"
@@ -65,6 +66,9 @@ struct BackwardParams {
   int* turns;  // [batch, N, query tile, kReduceWarps], zeroed; null where the order of additions
                // is free
   gpu::RepairList repair;  // strips of keys that another segment's NaN may have reached
+  gpu::TurnPlan turn_plan;
+  float* dbias;  // summed in float32, zeroed; null if it is not wanted
+  BatchMap dbias_map;
 };
 
 // Queries, output gradients and keys meet probabilities and score gradients of 0 in products, and
@@ -82,6 +86,8 @@ struct BackwardKernel {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_, kStatsStages = 2;
   static constexpr bool kHasElements = kMode == ForwardMode::kGeneral;
+  // Whether turns of segments and masks are planned, or follow from causality and window alone.
+  static constexpr bool kPlansTurns = kHasElements;
 
   // Warps 0-3 add dq, 4-7 and 8-11 compute, 12 issues products, 13 loads.
   static constexpr int kThreads = 512;
@@ -165,6 +171,7 @@ struct BackwardKernel {
     float unit;          // logits per score
     int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
     int has_large;       // see ExponentiateLarge
+    int num_steps;
   };
   static constexpr int kInfoSlots = 2;
   static constexpr int kInfoReaders = 13;  // warps
@@ -227,20 +234,46 @@ struct BackwardKernel {
     }
   };
 
-  // Steps of a tile: its query tiles of one query head after those of another.
+  // Query tiles of a head by the mask, which skips some; null if none.
+  static __device__ __forceinline__ const gpu::TileWord* LineOf(const gpu::ScoreParams& s,
+                                                                const TileInfo& info, int head) {
+    return gpu::LineOf(s.mask_plan, info.batch, head, info.kv_first / kRows);
+  }
+
+  // Steps of a tile: its query tiles of one query head after those of another, without those that
+  // the mask skips.
   struct Steps {
     const TileInfo& info;
     int head, q_tile, left;
+    bool is_masked = false;  // the mask drops some pair of this step
     __device__ __forceinline__ Steps(const BackwardParams& p, const TileInfo& tile)
         : info(tile),
           head(tile.kv_head * p.score.group_size),
           q_tile(tile.q_begin),
-          left(p.score.group_size * (tile.q_end - tile.q_begin)) {}
-    __device__ __forceinline__ void Next() {
+          left(tile.num_steps) {
+      Seek(p);
+    }
+    __device__ __forceinline__ void Next(const BackwardParams& p) {
       --left;
       if (++q_tile == info.q_end) {
         q_tile = info.q_begin;
         ++head;
+      }
+      Seek(p);
+    }
+    __device__ __forceinline__ void Seek(const BackwardParams& p) {
+      if constexpr (kHasElements) {
+        if (left == 0 || p.score.mask_plan.words == nullptr) return;
+        while (true) {
+          const gpu::TileWord* line = LineOf(p.score, info, head);
+          q_tile = gpu::FirstSeen(line, q_tile, info.q_end);
+          if (q_tile < info.q_end) {
+            is_masked = gpu::IsPartial(line, q_tile);
+            return;
+          }
+          q_tile = info.q_begin;
+          ++head;
+        }
       }
     }
     // Of [batch, N, query tile].
@@ -275,6 +308,16 @@ struct BackwardKernel {
                           (kHasElements && s.bias.data != nullptr);
     info.unit = info.is_transformed ? 1.f : info.scale;
     info.has_large = *p.has_large;
+    info.num_steps = s.group_size * (info.q_end - info.q_begin);
+    if constexpr (kHasElements) {
+      if (s.mask_plan.words != nullptr) {
+        info.num_steps = 0;
+        for (int g = 0; g < s.group_size; ++g) {
+          info.num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
+                                           info.q_begin, info.q_end);
+        }
+      }
+    }
     return info;
   }
 
@@ -295,14 +338,14 @@ struct BackwardKernel {
       smem.info[slot.stage] = info;
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
       slot.Next();
-      if (info.q_begin == info.q_end) continue;
+      if (info.num_steps == 0) continue;
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
                 k_entry = gpu::EntryOf(p.k_map, info.batch),
                 v_entry = gpu::EntryOf(p.v_map, info.batch),
                 dout_entry = gpu::EntryOf(p.dout_map, info.batch);
       const int kv_valid = min(kRows, info.limits.kv_length - info.kv_first);
       bool is_first = true;
-      for (Steps step(p, info); step.left > 0; step.Next()) {
+      for (Steps step(p, info); step.left > 0; step.Next(p)) {
         const int first = step.q_tile * kRows;
         const int valid = min(kRows, info.limits.q_length - first);
         if (is_first) {
@@ -351,7 +394,7 @@ struct BackwardKernel {
 
   // The order of issue per step: dP, dv, [S of the next step,] dk, dq[, S of the next step]. While
   // P is computed the tensor core works on dk and dq of the step before, while dS is, on dv and S.
-  static __device__ __forceinline__ void Multiply(const BackwardParams& p, SharedStorage& smem) {
+  static __device__ __forceinline__ void Multiply(SharedStorage& smem) {
     MmaS mma_s;
     MmaDv mma_dv;
     MmaDk mma_dk;
@@ -396,7 +439,7 @@ struct BackwardKernel {
     while (true) {
       const TileInfo& info = tiles.Get();
       if (info.is_last) break;
-      int left = p.score.group_size * (info.q_end - info.q_begin);
+      int left = info.num_steps;
       tiles.Done();
       if (left == 0) continue;
       gpu::Wait(&smem.k_full, kv_phase);
@@ -497,7 +540,7 @@ struct BackwardKernel {
   // whether any pair may have been masked.
   static __device__ __forceinline__ bool FinishScores(const BackwardParams& p, const TileInfo& info,
                                                       const Key& key, int head, int q_first,
-                                                      float (&s)[kQueries]) {
+                                                      bool is_masked, float (&s)[kQueries]) {
     const gpu::ScoreParams& sp = p.score;
     if (info.is_transformed) {
 #pragma unroll
@@ -518,13 +561,14 @@ struct BackwardKernel {
         for (int i = 0; i < kQueries; ++i) s[i] = info.cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (q_first >= info.full_begin && q_first + kQueries <= info.full_end) return false;
+    if (q_first >= info.full_begin && q_first + kQueries <= info.full_end && !is_masked)
+      return false;
     const int lo = key.interval.x - q_first;
     const unsigned length = key.interval.y - key.interval.x;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i)
       s[i] = static_cast<unsigned>(i - lo) < length ? s[i] : -gpu::kInf;
-    if (info.is_elementwise) {
+    if (info.is_elementwise || is_masked) {
       const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, info.is_scattered);
       const int j = min(key.index, sp.seqlen_kv - 1);
       // Rolled loops over bits keep the code small: the registers themselves need constant indices.
@@ -592,6 +636,72 @@ struct BackwardKernel {
     }
   }
 
+  static constexpr int kChunk = 16;  // queries that a thread has dS of at a time
+
+  // Where dbias lies of a batch entry and head.
+  static __device__ __forceinline__ float* BiasGradientOf(const BackwardParams& p,
+                                                          const TileInfo& info, int head) {
+    const ScoreStrides& strides = p.score.bias_strides;
+    return p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry + head * strides.head;
+  }
+
+  static __device__ __forceinline__ void AddUnlessZero(float* to, float x) {
+    if (x != 0.f) atomicAdd(to, x);
+  }
+
+  // Adds dS of a chunk of queries to dbias; what the keys of a warp share, the warp sums first. A
+  // bias without rows is left to AddBiasSum. Uses up dS.
+  static __device__ __forceinline__ void AddBiasGradient(const BackwardParams& p,
+                                                         const TileInfo& info, const Key& key,
+                                                         int head, int q_first, float (&ds)[kChunk],
+                                                         float& sum) {
+    const gpu::ScoreParams& sp = p.score;
+    const ScoreStrides& strides = sp.bias_strides;
+    if (strides.row == 0) {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum += ds[i];
+      return;
+    }
+    float* to = BiasGradientOf(p, info, head) + q_first * strides.row;
+    if (strides.col != 0) {
+      to += key.index * strides.col;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        if (key.index < sp.seqlen_kv && q_first + i < sp.seqlen_q)
+          AddUnlessZero(to + i * strides.row, ds[i]);
+      }
+      return;
+    }
+    // Lanes exchange halves of their queries until each has one, of 16 keys; then pairs add up.
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = kChunk / 2; n > 0; n /= 2) {
+      const bool is_upper = lane & 2 * n;
+#pragma unroll
+      for (int i = 0; i < n; ++i) {
+        const float sent = is_upper ? ds[i] : ds[i + n], kept = is_upper ? ds[i + n] : ds[i];
+        ds[i] = kept + __shfl_xor_sync(0xffffffff, sent, 2 * n);
+      }
+    }
+    const float x = ds[0] + __shfl_xor_sync(0xffffffff, ds[0], 1);
+    if (lane % 2 == 0 && q_first + lane / 2 < sp.seqlen_q)
+      AddUnlessZero(to + lane / 2 * strides.row, x);
+  }
+  static_assert(kChunk == 16);
+
+  // Adds the sum over a step's queries, for a bias that they share.
+  static __device__ __forceinline__ void AddBiasSum(const BackwardParams& p, const TileInfo& info,
+                                                    const Key& key, int head, float sum) {
+    float* to = BiasGradientOf(p, info, head);
+    if (p.score.bias_strides.col != 0) {
+      if (key.index < p.score.seqlen_kv) AddUnlessZero(to + key.index, sum);
+      return;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    if (threadIdx.x % 32 == 0) AddUnlessZero(to, sum);
+  }
+
   // A half of dS of this thread's key, as LayoutDs has it: rows of 128 bytes, whose pieces of 16
   // bytes are swizzled by the row.
   static __device__ __forceinline__ void StoreDs(Element* ds, int half, int key,
@@ -629,7 +739,7 @@ struct BackwardKernel {
       Key key;
       key.index = info.kv_first + thread;
       key.interval = gpu::KeyInterval(sp, p.kv_plan, info.limits, info.batch, key.index);
-      for (Steps step(p, info); step.left > 0; step.Next(), phase ^= 1) {
+      for (Steps step(p, info); step.left > 0; step.Next(p), phase ^= 1) {
         float s[kQueries];  // then probabilities
         WaitTmem(&smem.s_full, phase);
 #pragma unroll
@@ -638,7 +748,7 @@ struct BackwardKernel {
         WaitLoads();
         if constexpr (kDpReplacesS) ArriveTmem(&smem.s_read);
         const int q_first = step.q_tile * kRows + half * kQueries;
-        const bool is_partial = FinishScores(p, info, key, step.head, q_first, s);
+        const bool is_partial = FinishScores(p, info, key, step.head, q_first, step.is_masked, s);
         gpu::Wait(&smem.stats_ring.full[stats_state.stage], stats_state.phase);
         const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
         const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
@@ -655,8 +765,8 @@ struct BackwardKernel {
 
         WaitTmem(&smem.dp_full, phase);
         // One chunk of columns is on its way while another is worked on.
-        constexpr int kChunk = 16;
         float chunks[2][kChunk];
+        [[maybe_unused]] float bias_sum = 0.f;
         LoadColumns(dp_at, chunks[0]);
 #pragma unroll
         for (int c = 0; c < kQueries; c += kChunk) {
@@ -692,6 +802,14 @@ struct BackwardKernel {
             for (int i = 0; i < kChunk; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
           }
           Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
+          if constexpr (kHasElements) {
+            if (p.dbias != nullptr)
+              AddBiasGradient(p, info, key, step.head, q_first + c, dp, bias_sum);
+          }
+        }
+        if constexpr (kHasElements) {
+          if (p.dbias != nullptr && sp.bias_strides.row == 0)
+            AddBiasSum(p, info, key, step.head, bias_sum);
         }
         StoreColumns(ds_at, packed);
         StoreDs(smem.ds, half, thread, packed);
@@ -702,7 +820,7 @@ struct BackwardKernel {
         if (threadIdx.x % 32 == 0) gpu::Arrive(&smem.stats_ring.empty[stats_state.stage]);
         stats_state.Next();
       }
-      const bool has_steps = info.q_begin < info.q_end;
+      const bool has_steps = info.num_steps > 0;
       if (has_steps) {
         WaitTmem(&smem.grads_full, grads_phase);
         grads_phase ^= 1;
@@ -773,22 +891,91 @@ struct BackwardKernel {
   // side in device memory, so that nothing passes through shared memory.
   //
   // With `turns` key tiles add in their order, so that every run does so: a tile's turn is the
-  // number of tiles before it that add to the same queries. Blocks start tiles in that order, too,
-  // so that the tile waited for is running or done. A warp waits for the same warp of that tile.
+  // number of tiles before it that take one at the same queries. Blocks start tiles in that order,
+  // too, so that the tile waited for is running or done. A warp waits for the same warp of that
+  // tile. Where turns are planned a tile may take one without anything to add, and passes it on.
+  struct Turn {  // of a warp
+    int* at;     // null where the order is free
+    int mine;
+
+    __device__ __forceinline__ Turn(const BackwardParams& p, const TileInfo& info, int64_t index,
+                                    int q_tile) {
+      at = p.turns == nullptr ? nullptr : p.turns + index * kReduceWarps + threadIdx.x % kRows / 32;
+      const int kv_tile = info.kv_first / kRows;
+      if constexpr (kPlansTurns) {
+        mine =
+            at == nullptr
+                ? 0
+                : kv_tile -
+                      p.turn_plan
+                          .first_takers[static_cast<int64_t>(info.batch) * p.num_q_tiles + q_tile];
+      } else {
+        mine = kv_tile - gpu::FirstKeyTile<kRows, kRows>(info.limits, q_tile);
+      }
+    }
+    __device__ __forceinline__ void Await() const {
+      if (threadIdx.x % 32 == 0) {
+        int now;
+        do {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(at) : "memory");
+        } while (now != mine);
+      }
+      __syncwarp();
+    }
+    // Once the whole warp has come here.
+    __device__ __forceinline__ void Pass() const {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0)
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(at), "r"(mine + 1) : "memory");
+    }
+  };
+
+  // Passes on a tile's turns at query tiles to which it adds nothing, in the order of its steps.
+  struct IdleTurns {
+    const BackwardParams& p;
+    const TileInfo& info;
+    int2 takes = make_int2(0, 0);
+    int next = 0;  // turn, of all heads
+
+    __device__ __forceinline__ IdleTurns(const BackwardParams& params, const TileInfo& tile)
+        : p(params), info(tile) {
+      if (!kPlansTurns || p.turns == nullptr) return;
+      takes = p.turn_plan.takers[static_cast<int64_t>(info.batch) * p.order.num_kv_tiles +
+                                 info.kv_first / kRows];
+    }
+    // Up to that of query tile q_tile of the group's head g, which the caller takes.
+    __device__ __forceinline__ void PassUntil(int g, int q_tile) {
+      if (p.turns == nullptr) return;
+      const int width = max(0, takes.y - takes.x), end = g * width + q_tile - takes.x;
+      for (; next < end; ++next) {
+        const int64_t head = info.kv_head * p.score.group_size + next / width;
+        const int m = takes.x + next % width;
+        const int64_t index =
+            (static_cast<int64_t>(info.batch) * p.score.num_q_heads + head) * p.num_q_tiles + m;
+        const Turn turn(p, info, index, m);
+        turn.Await();
+        turn.Pass();
+      }
+      next = end + 1;
+    }
+    __device__ __forceinline__ void PassAll() { PassUntil(p.score.group_size, takes.x); }
+  };
+
   static __device__ __forceinline__ void Reduce(const BackwardParams& p, SharedStorage& smem) {
-    const int thread = threadIdx.x % kRows, lane = thread % 32;
+    const int thread = threadIdx.x % kRows;
     const uint32_t from = smem.tmem + (static_cast<uint32_t>(thread / 32 * 32) << 16) + kDqColumn;
     Tiles tiles(smem);
     int phase = 0;
     while (true) {
       const TileInfo& info = tiles.Get();
       if (info.is_last) break;
-      for (Steps step(p, info); step.left > 0; step.Next(), phase ^= 1) {
+      IdleTurns idle(p, info);
+      for (Steps step(p, info); step.left > 0; step.Next(p), phase ^= 1) {
         const int64_t index = step.Index(p, info.batch);
         float* to = p.dq + index * (kRows * kHeadDim) + thread * 4;
-        int* turn = p.turns == nullptr ? nullptr : p.turns + index * kReduceWarps + thread / 32;
-        const int mine =
-            info.kv_first / kRows - gpu::FirstKeyTile<kRows, kRows>(info.limits, step.q_tile);
+        const Turn turn(p, info, index, step.q_tile);
+        if constexpr (kPlansTurns)
+          idle.PassUntil(step.head - info.kv_head * p.score.group_size, step.q_tile);
         WaitTmem(&smem.dq_full, phase);
 #pragma unroll 1
         for (int c = 0; c < kHeadDim; c += kHeldColumns) {
@@ -798,7 +985,7 @@ struct BackwardKernel {
             LoadColumns(from + c + i, reinterpret_cast<float (&)[32]>(x[i]));
           WaitLoads();
           if (c + kHeldColumns == kHeadDim) ArriveTmem(&smem.dq_read);
-          if (c == 0 && turn != nullptr) WaitForTurn(turn, mine, lane);
+          if (c == 0 && turn.at != nullptr) turn.Await();
 #pragma unroll
           for (int i = 0; i < kHeldColumns; i += 4) {
             asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
@@ -807,28 +994,15 @@ struct BackwardKernel {
                          : "memory");
           }
         }
-        if (turn != nullptr) {
+        if (turn.at != nullptr) {
           __threadfence();
-          __syncwarp();
-          if (lane == 0) {
-            asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(mine + 1)
-                         : "memory");
-          }
+          turn.Pass();
         }
       }
+      if constexpr (kPlansTurns) idle.PassAll();
       tiles.Done();
     }
     ArriveTmem(&smem.tmem_unused);
-  }
-
-  static __device__ __forceinline__ void WaitForTurn(const int* turn, int mine, int lane) {
-    if (lane == 0) {
-      int now;
-      do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-      } while (now != mine);
-    }
-    __syncwarp();
   }
 };
 
@@ -861,7 +1035,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kOtherRegs>();
     if (warp == Kernel::kMmaWarp) {
-      Kernel::Multiply(p, smem);
+      Kernel::Multiply(smem);
     } else if (warp == Kernel::kLoadWarp && threadIdx.x % 32 == 0) {
       Kernel::Load(p, tensors, smem);
     }

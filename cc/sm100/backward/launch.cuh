@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cc/gpu/bias_gradient.h"
 #include "cc/gpu/check.h"
 #include "cc/gpu/delta.cuh"
 #include "cc/gpu/launch.h"
+#include "cc/gpu/mask_plan.h"
 #include "cc/gpu/repair_backward.cuh"
 #include "cc/gpu/segment_plan.h"
+#include "cc/gpu/turns.h"
 #include "cc/sm100/backward/kernel.cuh"
 #include "cc/sm100/backward/launch.h"
 #include "cc/sm100/tma.h"
@@ -105,7 +108,19 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.next_tile = counters;
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
-  if (problem.deterministic) params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+  params.dbias_map = operands.dbias.batch;
+  if (Status s =
+          gpu::ToStatus(gpu::BeginBiasGradient(problem, operands.dbias, memory + workspace.dbias,
+                                               stream, &params.dbias),
+                        "dbias");
+      !s.ok())
+    return s;
+  if (problem.has_mask || problem.has_tile_mask) {
+    const cudaError_t error =
+        gpu::RunMaskPlan(params.score, kRows, kRows, gpu::WalkOver::kQueries,
+                         memory + workspace.mask_plan, stream, &params.score.mask_plan);
+    if (Status s = gpu::ToStatus(error, "mask plan"); !s.ok()) return s;
+  }
   gpu::RepairList dq_list{};
   if (problem.has_segment_ids) {
     dq_list = {counters + 1, reinterpret_cast<gpu::Strip*>(memory + workspace.dq_strips)};
@@ -118,6 +133,16 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     if (error == cudaSuccess)
       error = gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
     if (Status s = gpu::ToStatus(error, "segment plan"); !s.ok()) return s;
+  }
+  if (problem.deterministic) {
+    params.turns = reinterpret_cast<int*>(memory + workspace.turns);
+    if constexpr (Kernel::kPlansTurns) {
+      params.turn_plan = {reinterpret_cast<int2*>(memory + workspace.turn_takers),
+                          reinterpret_cast<int*>(memory + workspace.first_takers)};
+      const cudaError_t error =
+          gpu::RunTurnPlan(params.score, params.kv_plan, kRows, kRows, params.turn_plan, stream);
+      if (Status s = gpu::ToStatus(error, "turns"); !s.ok()) return s;
+    }
   }
 
   const int padded_q = params.num_q_tiles * kRows;
@@ -141,6 +166,10 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   ConvertDq<Kernel>
       <<<static_cast<unsigned>(q_tiles), 256, 0, stream>>>(params, operands.dq.data, dq_list);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "convert"); !s.ok()) return s;
+  if (Status s = gpu::ToStatus(gpu::EndBiasGradient(problem, operands.dbias, params.dbias, stream),
+                               "dbias");
+      !s.ok())
+    return s;
   if (!problem.has_segment_ids) return {};
 
   const auto& o = operands;

@@ -1,8 +1,6 @@
 // One function per row of instances.def, each in an object file of its own that nvcc builds.
 #pragma once
 
-#include <utility>
-
 #include "cc/core/kernel.h"
 #include "cc/gpu/empty_backward.h"
 #include "cc/gpu/plan.h"
@@ -15,17 +13,11 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
 
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
-  int64_t counters, turns, dq, lse2, delta, dq_strips, dkv_strips, q_plan, kv_plan, bytes;
+  int64_t counters, turns, dbias, dq, lse2, delta, turn_takers, first_takers, mask_plan, dq_strips,
+      dkv_strips, q_plan, kv_plan, bytes;
 };
 
 inline int64_t NumQTiles(const Problem& p) { return CeilDiv(p.seqlen_q, kRows); }
-
-// The same problem with queries and keys swapped, as the plan of the keys sees it.
-inline Problem Swapped(Problem p) {
-  std::swap(p.seqlen_q, p.seqlen_kv);
-  std::swap(p.num_q_heads, p.num_kv_heads);
-  return p;
-}
 
 inline constexpr int kReduceWarps = 4;  // that take turns in adding to one tile of dq
 
@@ -42,15 +34,22 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   w.counters = take(4 * sizeof(int));
   // Everything up to and with dq is zeroed in one go.
   w.turns = take(p.deterministic ? q_tiles * kReduceWarps * int64_t{sizeof(int)} : 0);
+  w.dbias = take(gpu::BiasSumBytes(p));
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
+  const int64_t kv_tiles = CeilDiv(p.seqlen_kv, kRows);
+  if (p.deterministic) {
+    w.turn_takers = take(gpu::TurnTakerBytes(p, kv_tiles));
+    w.first_takers = take(gpu::FirstTakerBytes(p, NumQTiles(p)));
+  }
+  w.mask_plan = take(gpu::MaskPlanBytes(p, kv_tiles, NumQTiles(p)));
   if (p.has_segment_ids) {
     w.dq_strips = take(gpu::RepairListBytes(p));
     // The warps of either column half may report a strip.
-    w.dkv_strips = take(2 * gpu::RepairListBytes(Swapped(p)));
+    w.dkv_strips = take(2 * gpu::RepairListBytes(gpu::Swapped(p)));
     w.q_plan = take(gpu::SegmentPlanBytes(p));
-    w.kv_plan = take(gpu::SegmentPlanBytes(Swapped(p)));
+    w.kv_plan = take(gpu::SegmentPlanBytes(gpu::Swapped(p)));
   }
   if (w.bytes < gpu::EmptyBackwardWorkspaceBytes(p)) w.bytes = gpu::EmptyBackwardWorkspaceBytes(p);
   return w;

@@ -139,6 +139,28 @@ struct ForwardKernel {
     }
   };
 
+  // The key tiles of a tile of queries, from the last to the first: n counts those of its range,
+  // and those that a mask skips are left out.
+  struct KeyTiles {
+    const gpu::TileWord* line = nullptr;
+    int first = 0;  // the range's first in the line
+
+    __device__ __forceinline__ KeyTiles(const gpu::ScoreParams& s, const TileInfo& info) {
+      if constexpr (kHasElements) {
+        line = gpu::LineOf(s.mask_plan, info.batch, info.head, info.q_first / (kGroups * kRows));
+        if (line != nullptr) first = info.kv_first / kKeys;
+      }
+    }
+    // n or the last before it.
+    __device__ __forceinline__ int Seen(int n) const {
+      return kHasElements ? gpu::LastSeen(line, first, first + n) - first : n;
+    }
+    // The mask drops some pair.
+    __device__ __forceinline__ bool IsMasked(int n) const {
+      return kHasElements && gpu::IsPartial(line, first + n);
+    }
+  };
+
   // Loading
   // ----------------------------------------------------------------------------------------------
 
@@ -183,15 +205,19 @@ struct ForwardKernel {
         v_state.Next();
       };
       if (info.num_kv_tiles > 0) {
+        const KeyTiles key_tiles(s, info);
+        int n = key_tiles.Seen(info.kv_range - 1);
         load_q(0);
-        load_k(info.num_kv_tiles - 1);
+        load_k(n);
         load_q(1);
         q_phase ^= 1;
-        for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
-          load_v(n + 1);
-          load_k(n);
+        for (int left = info.num_kv_tiles - 1; left > 0; --left) {
+          const int next = key_tiles.Seen(n - 1);
+          load_v(n);
+          load_k(next);
+          n = next;
         }
-        load_v(0);
+        load_v(n);
       }
       tile = next;
     }
@@ -327,7 +353,7 @@ struct ForwardKernel {
 
   // Scale, bias and soft cap where they cannot be folded into the exponent, then masks.
   static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      const Row& row, int kv_first,
+                                                      const Row& row, int kv_first, bool is_masked,
                                                       float (&s)[kKeys]) {
     const gpu::ScoreParams& sp = p.score;
     if (row.is_transformed) {
@@ -349,14 +375,14 @@ struct ForwardKernel {
         for (int i = 0; i < kKeys; ++i) s[i] = row.cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end) return;
+    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end && !is_masked) return;
     const int lo = row.interval.x - kv_first;
     const unsigned length = row.interval.y - row.interval.x;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i)
       s[i] = static_cast<unsigned>(i - lo) < length ? s[i] : -gpu::kInf;
     if constexpr (kHasSegments) {
-      if (info.is_elementwise) {
+      if (info.is_elementwise || is_masked) {
         const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
         const int i = min(row.index, sp.seqlen_q - 1);
         // Rolled loops over bits keep the code small: the registers themselves need constant
@@ -446,7 +472,10 @@ struct ForwardKernel {
       const float factor = row.unit * gpu::kLog2e;
       float max = -gpu::kInf;
       float2 sum = make_float2(0.f, 0.f);
-      for (int n = info.num_kv_tiles - 1; n >= 0; --n) {
+      const KeyTiles key_tiles(sp, info);
+      int n = info.kv_range;
+      for (int left = info.num_kv_tiles - 1; left >= 0; --left) {
+        n = key_tiles.Seen(n - 1);
         WaitTmem(&smem.s_full[group], s_phase);
         s_phase ^= 1;
         float s[kKeys];
@@ -454,7 +483,7 @@ struct ForwardKernel {
         for (int c = 0; c < kKeys; c += 32)
           LoadColumns(scores + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
-        FinishScores(p, info, row, info.kv_first + n * kKeys, s);
+        FinishScores(p, info, row, info.kv_first + n * kKeys, key_tiles.IsMasked(n), s);
         const float top = fmaxf(MaxOf(s), max);
         // -inf is caught up with at once: the difference is inf, or NaN if there is still no key.
         float rescale = 1.f;
@@ -462,7 +491,7 @@ struct ForwardKernel {
           rescale = gpu::Exp2((max - top) * factor);
           max = top;
         }
-        if (n < info.num_kv_tiles - 1) send(rescale, 0.f);
+        if (left < info.num_kv_tiles - 1) send(rescale, 0.f);
         sum.x *= rescale;
         sum.y *= rescale;
         float base = max == -gpu::kInf ? 0.f : max * factor;

@@ -39,7 +39,8 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
   ForwardTensors tensors{};
   if (Status s = EncodeForward(problem, operands, &tensors); !s.ok()) return s;
 
-  if (Status s = gpu::PlanForward(problem, launch, &params); !s.ok()) return s;
+  if (Status s = gpu::PlanForward(problem, launch, kGroups * kRows, kRows, &params); !s.ok())
+    return s;
 
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedStorage);
   static_assert(kSmemBytes <= 227 * 1024);

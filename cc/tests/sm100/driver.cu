@@ -1,6 +1,7 @@
-// The checks of cc/tests/sm90/driver.cu, run on what the registry chooses for a Blackwell. With tests/sm100 the program
-// runs on a Hopper GPU.
-//   HDS=128 DTYPE=float16 SHARD=0/2 driver check 200 1    every other case of head dim 128, and of 200 fuzzed ones
+// The checks of cc/tests/sm90/driver.cu, run on what the registry chooses for a Blackwell. With
+// tests/sm100 the program runs on a Hopper GPU.
+//   HDS=128 DTYPE=float16 SHARD=0/2 driver check 200 1    every other case of head dim 128, and of
+//   200 fuzzed ones
 #include "cc/cpu/kernels.h"
 #include "cc/dispatch/registry.h"
 
