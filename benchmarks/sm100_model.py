@@ -1,11 +1,14 @@
-"""What limits the Blackwell forward kernels, from their machine code. A model: nothing here was measured on hardware.
+"""What limits the Blackwell kernels, from their machine code. A model: nothing here was measured on hardware.
 
     python benchmarks/sm100_model.py OBJECT_OR_LIBRARY...
 
-Of each forward kernel for sm_100 in the files, the main loop of the softmax is found and the instructions counted that
-one key tile of two groups of 128 query rows costs. Each unit's share follows from published rates per multiprocessor
-and clock; the largest is the limiter, and tensor work over it the predicted fraction of the tensor cores' peak. What is
-not modelled: latencies, dependencies between roles, and clocks. CUTLASS's example 77 can be read in the same way.
+Of each main kernel for sm_100 in the files, the main loop of the warps with the exponentials is found, and the
+instructions counted that one step costs: in the forward a tile of 128 keys and two groups of 128 query rows, in the
+backward 128 keys and 128 queries. Each unit's share follows from published rates per multiprocessor and clock; the
+largest is the limiter, and tensor work over it the predicted fraction of the tensor cores' peak. Shared memory's share
+is what products read and loads write, what the backward's gradients pass through it, and one clock for each load of
+row statistics; additions to device memory are counted with it, as they take the same way. What is not modelled:
+latencies, dependencies between roles, and clocks. CUTLASS's example 77 can be read in the same way.
 
 cuobjdump is taken from PATH, from CUOBJDUMP, or from the wheel nvidia-cuda-cuobjdump, with nvdisasm beside it.
 """
@@ -27,7 +30,8 @@ TENSOR, MUFU, FMA, ALU, ISSUE, SHARED = 4096, 16, 128, 64, 4, 128
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.a-z]*)([^;]*);")
 UNITS = (
-    ("mufu", re.compile(r"MUFU")),
+    # Conversions of single values are as slow.
+    ("mufu", re.compile(r"MUFU|F2F\.")),
     ("fma", re.compile(r"(FFMA|FMUL|FADD)2?(\.|$)")),
     # Comparisons, selections, conversions, logic and integers.
     (
@@ -109,15 +113,22 @@ def count(lines: list[Line], marker: str, least: int) -> Counter | None:
         marked = [i for i in range(loop.first, loop.last + 1) if lines[i].opcode.startswith(marker)]
         if len(marked) < least:
             continue
-        middle = marked[len(marked) // 2]
-        before, after = shortest(lines, loop, loop.first, middle), shortest(lines, loop, middle, loop.last)
-        if before is None or after is None:
+        # Some of them may lie on ways that are seldom taken.
+        path: list[int] = []
+        for middle in (marked[len(marked) * i // 4] for i in (1, 2, 3)):
+            before = shortest(lines, loop, loop.first, middle)
+            after = shortest(lines, loop, middle, loop.last)
+            if before and after and (not path or len(before) + len(after) - 1 < len(path)):
+                path = [*before, *after[1:]]
+        if not path:
             continue
         units: Counter = Counter()
-        for i in [*before, *after[1:]]:
+        for i in path:
             units["issue"] += 1
             units["tensor"] += lines[i].opcode.startswith("UTCHMMA")
             units["local"] += lines[i].opcode.startswith(("LDL", "STL"))
+            units["shared loads"] += lines[i].opcode.startswith("LDS")
+            units["exponentials"] += lines[i].opcode.startswith("MUFU.EX2")
             for unit, pattern in UNITS:
                 if pattern.match(lines[i].opcode):
                     units[unit] += 1
@@ -126,23 +137,75 @@ def count(lines: list[Line], marker: str, least: int) -> Counter | None:
     return None
 
 
-def model(lines: list[Line], head_dim: int, head_dim_v: int) -> dict[str, float] | None:
-    softmax = count(lines, "MUFU.EX2", 64)
-    if softmax is None:
+@dataclass(frozen=True)
+class Kernel:
+    label: str
+    is_backward: bool
+    head_dim: int
+    head_dim_v: int
+    is_example: bool = False
+
+    @staticmethod
+    def of(function: str) -> "Kernel | None":
+        """The main kernel of that name in the object file."""
+        if ours := re.search(
+            r"(Forward|Backward)KernelI.*?(bfloat16_t|half_t)ELNS\w*?ForwardModeE(\d)ELi(\d+)ELi(\d+)",
+            function,
+        ):
+            mode = ("kDense", "kInterval", "kGeneral")[int(ours[3])]
+            label = f"{ours[1].lower()} {ours[2].removesuffix('_t')} {mode} {ours[4]}/{ours[5]}"
+            return Kernel(label, ours[1] == "Backward", int(ours[4]), int(ours[5]))
+        if "Sm100FmhaFwdKernelTmaWarpspecialized" in function:
+            return Kernel("example 77, forward, float16 128", False, 128, 128, True)
+        if "Sm100FmhaBwdMlaKernelTmaWarpSpecialized" in function:
+            return Kernel("example 77, backward, float16 192/128", True, 192, 128, True)
+        if "Sm100FmhaBwdKernelTmaWarpSpecialized" in function:
+            return Kernel("example 77, backward, float16 128", True, 128, 128, True)
         return None
-    warps = GROUPS * ROWS // 32
-    products = GROUPS * ROWS * KEYS * (head_dim + head_dim_v)
-    # Queries and keys of the score product, values of the other; keys and values arrive once for both groups.
-    read = GROUPS * 2 * (ROWS * head_dim + KEYS * head_dim + KEYS * head_dim_v)
-    written = 2 * KEYS * (head_dim + head_dim_v)
+
+    def products(self) -> int:
+        if self.is_backward:  # S, dP, dv, dk, dq
+            return ROWS * KEYS * (3 * self.head_dim + 2 * self.head_dim_v)
+        return GROUPS * ROWS * KEYS * (self.head_dim + self.head_dim_v)
+
+    def shared_bytes(self) -> int:
+        h, hv = self.head_dim, self.head_dim_v
+        if not self.is_backward:
+            # Queries and keys of the score product, values of the other; keys and values arrive once for both groups.
+            return GROUPS * 2 * (ROWS * h + KEYS * h + KEYS * hv) + 2 * KEYS * (h + hv)
+        # Both operands of S, dP and dq, the second of dv and dk; queries and output gradients arrive, dS is stored.
+        pairs = 2 * ROWS * KEYS
+        read = 2 * (ROWS + KEYS) * (h + hv) + pairs + 2 * KEYS * h + 2 * ROWS * (h + hv)
+        written = 2 * ROWS * (h + hv) + pairs
+        dq = 4 * ROWS * h  # to device memory
+        if self.is_example:  # dS is dk's operand, too; dq is staged; with head dim 192 P is stored and read
+            read += pairs
+            dq *= 2
+            if h > 128:
+                read += pairs
+                written += pairs
+        return read + written + dq
+
+
+def model(lines: list[Line], kernel: Kernel) -> dict[str, float] | None:
+    loop = count(lines, "MUFU.EX2", 64)
+    if loop is None:
+        return None
+    warps = 8  # that share a step's exponentials, in both passes and in example 77
+    if kernel.is_backward:  # A pass of the loop may be part of a step.
+        passes = ROWS * KEYS / (32 * warps * loop["exponentials"])
+        loop = {unit: passes * number for unit, number in loop.items()}
+    issue = warps * loop["issue"]
+    if kernel.is_backward and (adds := count(lines, "REDG", 16)) is not None:
+        issue += 4 * adds["issue"]
     return {
-        "tensor": products / TENSOR,
-        "mufu": warps * 32 * softmax["mufu"] / MUFU,
-        "fma": warps * 32 * softmax["fma"] / FMA,
-        "alu": warps * 32 * softmax["alu"] / ALU,
-        "issue": warps * softmax["issue"] / ISSUE,
-        "shared": (read + written) / SHARED,
-        "local": softmax["local"],
+        "tensor": kernel.products() / TENSOR,
+        "mufu": warps * 32 * loop["mufu"] / MUFU,
+        "fma": warps * 32 * loop["fma"] / FMA,
+        "alu": warps * 32 * loop["alu"] / ALU,
+        "issue": issue / ISSUE,
+        "shared": kernel.shared_bytes() / SHARED + kernel.is_backward * warps * loop["shared loads"],
+        "local": loop["local"],
     }
 
 
@@ -157,26 +220,15 @@ def main() -> None:
     print("|---" * (len(units) + 4) + "|")
     for path in arguments.files:
         for name, lines in functions(path):
-            if ours := re.search(
-                r"ForwardKernelI.*?(bfloat16_t|half_t)ELNS\w*?ForwardModeE(\d)ELi(\d+)ELi(\d+)", name
-            ):
-                mode = ("kDense", "kInterval", "kGeneral")[int(ours[2])]
-                label, head_dim, head_dim_v = (
-                    f"{ours[1]} {mode} {ours[3]}/{ours[4]}",
-                    int(ours[3]),
-                    int(ours[4]),
-                )
-            elif "Sm100FmhaFwdKernelTmaWarpspecialized" in name:
-                label, head_dim, head_dim_v = "example 77, float16 128", 128, 128
-            else:
+            if (kernel := Kernel.of(name)) is None:
                 continue
-            if (clocks := model(lines, head_dim, head_dim_v)) is None:
-                print(f"| {label} |" + " |" * (len(units) + 3))
+            if (clocks := model(lines, kernel)) is None:
+                # A short kernel around the main one, as convert is.
                 continue
             limiter = max(units, key=lambda unit: clocks[unit])
             cells = " | ".join(f"{clocks[unit]:.0f}" for unit in units)
             share = clocks["tensor"] / clocks[limiter]
-            print(f"| {label} | {cells} | {limiter} | {share:.0%} | {clocks['local']:.0f} |")
+            print(f"| {kernel.label} | {cells} | {limiter} | {share:.0%} | {clocks['local']:.0f} |")
 
 
 if __name__ == "__main__":

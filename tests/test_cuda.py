@@ -16,6 +16,7 @@ from jax_fmha._problem import Options, describe
 
 SPEC = jax.ShapeDtypeStruct
 KERNELS = ("sm90_forward", "sm90_backward")
+BLACKWELL_KERNELS = ("sm100_forward", "sm100_backward")
 SEGMENTS = SegmentIds(SPEC((2, 256), jnp.int32), SPEC((2, 320), jnp.int32))
 # Four query heads' tiles of 128 x 128, five of them partial.
 TILES = TileMask(SPEC((1, 4, 2, 3), jnp.int32), SPEC((1, 5, 128, 16), jnp.uint8))
@@ -103,7 +104,7 @@ def test_other_devices_are_refused(capability: Any):
     explanation = explain(*qkv(), platform="cuda", compute_capability=capability)
     assert explanation.kernel == (None, None)
     assert all("9.0 (Hopper) is needed" in explanation.refusals[name] for name in KERNELS)
-    assert "10.0 or 10.3 (Blackwell" in explanation.refusals["sm100_forward"]
+    assert all("10.0 or 10.3 (Blackwell" in explanation.refusals[name] for name in BLACKWELL_KERNELS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -113,8 +114,8 @@ def test_blackwell_takes_16_bits(head_dim: int, head_dim_v: int, capability: Any
     explanation = explain(
         *qkv(head_dim, head_dim_v, dtype), is_causal=True, platform="cuda", compute_capability=capability
     )
-    assert explanation.kernel[0] == "sm100_forward"
-    assert "9.0 (Hopper) is needed" in explanation.refusals["sm90_forward"]
+    assert explanation.kernel == BLACKWELL_KERNELS
+    assert all("9.0 (Hopper) is needed" in explanation.refusals[name] for name in KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -128,23 +129,37 @@ def test_blackwell_takes_16_bits(head_dim: int, head_dim_v: int, capability: Any
 def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
     explanation = explain(*operands, platform="cuda", compute_capability="10.0")
     assert explanation.kernel == (None, None)
-    assert reason in explanation.refusals["sm100_forward"]
+    assert all(reason in explanation.refusals[name] for name in BLACKWELL_KERNELS)
+
+
+def test_blackwell_backward_refuses_segments_in_fixed_order():
+    explanation = explain(
+        *qkv(), segment_ids=SEGMENTS, deterministic=True, platform="cuda", compute_capability="10.0"
+    )
+    assert explanation.kernel == ("sm100_forward", None)
+    assert "deterministic=True with segment_ids" in explanation.refusals["sm100_backward"]
 
 
 def test_blackwell_refuses_tile_masks():
     explanation = explain(*qkv(), mask=TILES, platform="cuda", compute_capability="10.0")
     assert explanation.kernel == (None, None)
-    assert "a tile mask: pass a dense bool mask" in explanation.refusals["sm100_forward"]
+    assert all(
+        "a tile mask: pass a dense bool mask" in explanation.refusals[name] for name in BLACKWELL_KERNELS
+    )
 
 
 def test_blackwell_12_has_no_tensor_memory():
     explanation = explain(*qkv(), platform="cuda", compute_capability="12.0")
-    assert "has no tensor memory" in explanation.refusals["sm100_forward"]
+    assert all("has no tensor memory" in explanation.refusals[name] for name in BLACKWELL_KERNELS)
 
 
-def test_forward_for_blackwell_lowers_without_a_device():
-    text = lowered(lambda q, k, v: attention(q, k, v, implementation="sm100"), *qkv())
+def test_blackwell_lowers_without_a_device():
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return attention(q, k, v, implementation="sm100").astype(jnp.float32).sum()
+
+    text = lowered(jax.grad(loss, (0, 1, 2)), *qkv())
     assert text.count("@jax_fmha_forward(") == 1
+    assert text.count("@jax_fmha_backward(") == 1
 
 
 def test_an_installation_without_kernels_says_how_to_get_them():

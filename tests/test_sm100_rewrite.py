@@ -84,6 +84,16 @@ def test_copies_of_a_load_wait_with_it():
     )
 
 
+def test_copies_behind_the_wait_are_made_in_any_case():
+    """Also where the wait was not dropped, so that the load is not done again."""
+    text = rewritten(f"{LOAD}{WAIT}mov.b64 %rd1, {{%r1, %r2}};\nadd.s64 %rd2, %rd1, %rd1;").text
+    again = re.search(
+        r"@%skq bra (SM100_\d+);\n}\nld\.relaxed\.gpu\.global\.b32 %r1.*?\n\1:", text, re.DOTALL
+    )
+    assert again is not None
+    assert text.index("mov.b64 %rd1") >= again.end()
+
+
 def test_use_of_a_register_completes_its_load():
     text = rewritten(f"{LOAD}add.s32 %r5, %r1, %r7;\n{WAIT}").text
     assert text.index("ld.relaxed.gpu.global.b32 %r1") < text.index("add.s32 %r5")

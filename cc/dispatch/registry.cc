@@ -9,7 +9,8 @@ namespace {
 
 // The only list of kernels in the project, best first.
 const Kernel* const kKernels[] = {
-    &kCpuDecode, &kCpuForward, &kCpuBackward, &kSm90Forward, &kSm90Backward, &kSm100Forward,
+    &kCpuDecode,    &kCpuForward,   &kCpuBackward,   &kSm90Forward,
+    &kSm90Backward, &kSm100Forward, &kSm100Backward,
 };
 
 std::string Refusal(const Kernel& kernel, const Problem& problem, const Device& device) {

@@ -18,13 +18,28 @@ __global__ void __launch_bounds__(256) ConvertBias(const float* from, T* to, int
 
 }  // namespace
 
-cudaError_t ConvertBiasGradient(const float* from, void* to, DType dtype, int64_t size,
-                                cudaStream_t stream) {
+cudaError_t BeginBiasGradient(const Problem& problem, const Result& dbias, char* memory,
+                              cudaStream_t stream, float** sums) {
+  const int64_t size = BiasGradientSize(problem);
+  *sums = nullptr;
+  if (size == 0) return cudaSuccess;
+  if (BiasSumBytes(problem) != 0) {
+    *sums = reinterpret_cast<float*>(memory);
+    return cudaSuccess;
+  }
+  *sums = static_cast<float*>(dbias.data);
+  return cudaMemsetAsync(*sums, 0, size * sizeof(float), stream);
+}
+
+cudaError_t EndBiasGradient(const Problem& problem, const Result& dbias, const float* sums,
+                            cudaStream_t stream) {
+  if (BiasSumBytes(problem) == 0) return cudaSuccess;
+  const int64_t size = BiasGradientSize(problem);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(CeilDiv(size, 256), 1 << 14));
-  if (dtype == DType::kBF16) {
-    ConvertBias<<<blocks, 256, 0, stream>>>(from, static_cast<__nv_bfloat16*>(to), size);
+  if (problem.bias_dtype == DType::kBF16) {
+    ConvertBias<<<blocks, 256, 0, stream>>>(sums, static_cast<__nv_bfloat16*>(dbias.data), size);
   } else {
-    ConvertBias<<<blocks, 256, 0, stream>>>(from, static_cast<__half*>(to), size);
+    ConvertBias<<<blocks, 256, 0, stream>>>(sums, static_cast<__half*>(dbias.data), size);
   }
   return cudaGetLastError();
 }

@@ -6,6 +6,7 @@
 #include "cc/core/kernel.h"
 #include "cc/gpu/check.h"
 #include "cc/gpu/forward_tile.cuh"
+#include "cc/gpu/mask_plan.h"
 #include "cc/gpu/segment_plan.h"
 
 namespace jax_fmha::gpu {
@@ -33,20 +34,27 @@ inline ForwardParams MakeForwardParams(const Problem& problem, const Operands& o
 }
 
 // Carves ForwardWorkspaceBytes: two zeroed counters, the next tile and how many strips to repair;
-// with segments the strips and the plan.
-inline Status PlanForward(const Problem& problem, const Launch& launch, ForwardParams* params) {
+// with segments the strips and the plan, and what a mask says of tiles of block_q by block_kv.
+inline Status PlanForward(const Problem& problem, const Launch& launch, int block_q, int block_kv,
+                          ForwardParams* params) {
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   char* workspace = static_cast<char*>(launch.workspace);
   int* counters = reinterpret_cast<int*>(workspace);
   if (Status s = ToStatus(cudaMemsetAsync(counters, 0, 2 * sizeof(int), stream), "memset"); !s.ok())
     return s;
   params->next_tile = counters;
-  if (!problem.has_segment_ids) return {};
   workspace += kForwardCounterBytes;
-  params->repair = {counters + 1, reinterpret_cast<Strip*>(workspace)};
-  workspace += RepairListBytes(problem);
-  return ToStatus(RunSegmentPlan(params->score, workspace, stream, &params->score.plan),
-                  "segment plan");
+  if (problem.has_segment_ids) {
+    params->repair = {counters + 1, reinterpret_cast<Strip*>(workspace)};
+    workspace += RepairListBytes(problem);
+    const cudaError_t error = RunSegmentPlan(params->score, workspace, stream, &params->score.plan);
+    if (Status s = ToStatus(error, "segment plan"); !s.ok()) return s;
+    workspace += SegmentPlanBytes(problem);
+  }
+  if (!problem.has_mask && !problem.has_tile_mask) return {};
+  return ToStatus(RunMaskPlan(params->score, block_q, block_kv, WalkOver::kKeys, workspace, stream,
+                              &params->score.mask_plan),
+                  "mask plan");
 }
 
 // Repairs what the main kernel listed. The main kernel's type makes this function the

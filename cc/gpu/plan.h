@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "cc/core/problem.h"
 
@@ -47,6 +48,29 @@ struct Strip {
   int batch, head, row;
 };
 
+// The same problem with queries and keys swapped, as the plan of the keys sees it.
+inline Problem Swapped(Problem p) {
+  std::swap(p.seqlen_q, p.seqlen_kv);
+  std::swap(p.num_q_heads, p.num_kv_heads);
+  return p;
+}
+
+// Elements of dbias, 0 if it is not wanted.
+inline int64_t BiasGradientSize(const Problem& p) {
+  if (!p.wants_dbias) return 0;
+  int64_t size = 1;
+  for (int64_t x : p.dbias_shape) size *= x;
+  return size;
+}
+
+// Its sums, where they cannot lie in the result.
+inline int64_t BiasSumBytes(const Problem& p) {
+  return p.bias_dtype == DType::kF32 ? 0 : BiasGradientSize(p) * int64_t{sizeof(float)};
+}
+
+inline int64_t TurnTakerBytes(const Problem& p, int64_t kv_tiles) { return p.batch * kv_tiles * 8; }
+inline int64_t FirstTakerBytes(const Problem& p, int64_t q_tiles) { return p.batch * q_tiles * 4; }
+
 // Rows of a batch entry in a plan lie this far apart, so that whole tiles of them can be copied.
 constexpr int64_t PlanStride(int64_t seqlen) { return RoundUp(seqlen, 128); }
 
@@ -64,10 +88,11 @@ inline int64_t RepairListBytes(const Problem& p) {
 
 inline constexpr int64_t kForwardCounterBytes = 16;
 
-// Counters, and with segments the list of strips and the plan.
-inline int64_t ForwardWorkspaceBytes(const Problem& p) {
-  if (!p.has_segment_ids) return kForwardCounterBytes;
-  return kForwardCounterBytes + RepairListBytes(p) + SegmentPlanBytes(p);
+// Counters, with segments the list of strips and their plan, with a mask its plan by tile.
+inline int64_t ForwardWorkspaceBytes(const Problem& p, int block_q, int block_kv) {
+  const int64_t segments = p.has_segment_ids ? RepairListBytes(p) + SegmentPlanBytes(p) : 0;
+  return kForwardCounterBytes + segments +
+         MaskPlanBytes(p, CeilDiv(p.seqlen_q, block_q), CeilDiv(p.seqlen_kv, block_kv));
 }
 
 }  // namespace jax_fmha::gpu

@@ -47,4 +47,14 @@ inline std::string ProblemRefusal(const Problem& p, int max_head_dim, int max_he
   return {};
 }
 
+// dq is added in turns, dk and dv by one block each; dbias by whoever comes.
+inline std::string BackwardRefusal(const Problem& p) {
+  if (p.deterministic && p.wants_dbias &&
+      BiasGradientSize(p) != p.batch * p.num_q_heads * p.seqlen_q * p.seqlen_kv) {
+    return "deterministic=True with a gradient of bias that is summed over a dimension: sums are "
+           "taken in the order in which blocks finish";
+  }
+  return {};
+}
+
 }  // namespace jax_fmha::gpu

@@ -6,5 +6,6 @@
 namespace jax_fmha {
 
 extern const Kernel kSm100Forward;
+extern const Kernel kSm100Backward;
 
 }  // namespace jax_fmha

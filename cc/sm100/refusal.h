@@ -15,7 +15,6 @@ inline std::string SharedRefusal(const Problem& p, const Device& device, int max
     return gpu::CapabilityRefusal("10.0 or 10.3 (Blackwell with tcgen05)", device) +
            (capability / 10 == 12 ? ", which has no tensor memory" : "");
   }
-  if (p.has_tile_mask) return "a tile mask: pass a dense bool mask";
   return gpu::ProblemRefusal(p, max_head_dim, max_head_dim_v);
 }
 

@@ -34,4 +34,26 @@ inline Status EncodeRows(const gpu::RowTensor& x, int box_rows, int box_cols, bo
       is_masked ? masked_strides : plain_strides, is_masked ? masked_box : plain_box, map);
 }
 
+// Maps that load any rows of an operand and zeros behind them, since 0 * NaN is NaN: see load.cuh.
+struct RowMaps {
+  CUtensorMap tile;
+  CUtensorMap masked;   // ends at any row from box_rows on
+  CUtensorMap rows[2];  // 8 rows and 1 row at a time, for tiles that end before
+};
+
+inline Status EncodeRowMaps(const gpu::RowTensor& x, int box_rows, int box_cols, RowMaps* maps) {
+  const struct {
+    int box_rows;
+    bool is_masked;
+    CUtensorMap* map;
+  } all[] = {{box_rows, false, &maps->tile},
+             {box_rows, true, &maps->masked},
+             {8, false, &maps->rows[0]},
+             {1, false, &maps->rows[1]}};
+  for (const auto& [rows, is_masked, map] : all) {
+    if (Status s = EncodeRows(x, rows, box_cols, is_masked, map); !s.ok()) return s;
+  }
+  return {};
+}
+
 }  // namespace jax_fmha::sm100

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_conversion.h>
 #include <cute/arch/copy_sm100.hpp>
 #include <cute/arch/tmem_allocator_sm100.hpp>
 
@@ -17,34 +18,50 @@
 namespace jax_fmha::sm100 {
 
 namespace detail {
-template <size_t... kI>
-__device__ __forceinline__ void Load32(uint32_t from, uint32_t* to, std::index_sequence<kI...>) {
-  cute::SM100_TMEM_LOAD_32dp32b32x::copy(from, to[kI]...);
+template <class Op, size_t... kI>
+__device__ __forceinline__ void Load(uint32_t from, uint32_t* to, std::index_sequence<kI...>) {
+  Op::copy(from, to[kI]...);
 }
-template <size_t... kI>
-__device__ __forceinline__ void Store32(uint32_t to, const uint32_t* from,
-                                        std::index_sequence<kI...>) {
-  cute::SM100_TMEM_STORE_32dp32b32x::copy(from[kI]..., to);
-}
-template <size_t... kI>
-__device__ __forceinline__ void Store16(uint32_t to, const uint32_t* from,
-                                        std::index_sequence<kI...>) {
-  cute::SM100_TMEM_STORE_32dp32b16x::copy(from[kI]..., to);
+template <class Op, size_t... kI>
+__device__ __forceinline__ void Store(uint32_t to, const uint32_t* from,
+                                      std::index_sequence<kI...>) {
+  Op::copy(from[kI]..., to);
 }
 }  // namespace detail
 
-// 32 columns of this thread's lane. The registers hold nothing before WaitLoads.
+// Columns of this thread's lane. The registers hold nothing before WaitLoads.
 __device__ __forceinline__ void LoadColumns(uint32_t from, float (&to)[32]) {
-  detail::Load32(from, reinterpret_cast<uint32_t*>(to), std::make_index_sequence<32>());
+  detail::Load<cute::SM100_TMEM_LOAD_32dp32b32x>(from, reinterpret_cast<uint32_t*>(to),
+                                                 std::make_index_sequence<32>());
+}
+__device__ __forceinline__ void LoadColumns(uint32_t from, float (&to)[16]) {
+  detail::Load<cute::SM100_TMEM_LOAD_32dp32b16x>(from, reinterpret_cast<uint32_t*>(to),
+                                                 std::make_index_sequence<16>());
 }
 __device__ __forceinline__ void StoreColumns(uint32_t to, const float (&from)[32]) {
-  detail::Store32(to, reinterpret_cast<const uint32_t*>(from), std::make_index_sequence<32>());
+  detail::Store<cute::SM100_TMEM_STORE_32dp32b32x>(to, reinterpret_cast<const uint32_t*>(from),
+                                                   std::make_index_sequence<32>());
+}
+__device__ __forceinline__ void StoreColumns(uint32_t to, const uint32_t (&from)[32]) {
+  detail::Store<cute::SM100_TMEM_STORE_32dp32b32x>(to, from, std::make_index_sequence<32>());
 }
 __device__ __forceinline__ void StoreColumns(uint32_t to, const uint32_t (&from)[16]) {
-  detail::Store16(to, from, std::make_index_sequence<16>());
+  detail::Store<cute::SM100_TMEM_STORE_32dp32b16x>(to, from, std::make_index_sequence<16>());
 }
 __device__ __forceinline__ void WaitLoads() { cutlass::arch::fence_view_async_tmem_load(); }
 __device__ __forceinline__ void WaitStores() { cutlass::arch::fence_view_async_tmem_store(); }
+
+// Two values to a register. Pairs are converted together, since single conversions are as slow as
+// exponentials.
+template <typename Element, int kPairs>
+__device__ __forceinline__ void Pack(const float* x, uint32_t (&packed)[kPairs]) {
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const cutlass::Array<float, 2> pair = {x[2 * i], x[2 * i + 1]};
+    const auto rounded = cutlass::NumericArrayConverter<Element, float, 2>::convert(pair);
+    packed[i] = reinterpret_cast<const uint32_t&>(rounded);
+  }
+}
 
 // Around barriers that hand tensor memory from one warp to another.
 __device__ __forceinline__ void FenceBefore() {

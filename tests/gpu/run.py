@@ -3,9 +3,9 @@
     python tests/gpu/run.py                            # 128 MB of kernels at most, some minutes on one H200
     python tests/gpu/run.py --sections table behaviour --head-dims own 128,128
 
-Needs jax with CUDA, pytest, and for the last sections flax, optax and compute-sanitizer on PATH. Each section runs in
-processes of its own, so that a fault of the device in one leaves the others alone. Writes `--out`.json and `--out`.md;
-exit code 1 if anything failed. What a kernel refuses is listed with its reason.
+Needs jax with CUDA, pytest, and for the last sections flax, optax, and on PATH compute-sanitizer and nvcc. Each section
+runs in processes of its own, so that a fault of the device in one leaves the others alone. Writes `--out`.json and
+`--out`.md; exit code 1 if anything failed. What a kernel refuses is listed with its reason.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import blackwell as emulated
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SECTIONS = ("behaviour", "table", "training", "sanitizer")
+SECTIONS = ("behaviour", "table", "training", "sanitizer", "blackwell")
 # Share of the device's memory for all processes of the table together; each has a context of half a GiB besides.
 TABLE_MEMORY = 0.15
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -151,6 +153,18 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def blackwell(args: argparse.Namespace) -> dict[str, Any]:
+    """The Blackwell kernels, emulated: see tests/gpu/blackwell.py."""
+    if shutil.which("nvcc") is None:
+        return {"passed": 0, "failures": [], "notes": ["not run, needs nvcc on PATH"]}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.blackwell_folder or Path(scratch)
+        driver, failure = emulated.build(folder, args.cutlass, args.timeout, process)
+        if failure:
+            return {"passed": 0, "failures": [failure], "notes": []}
+        return emulated.check(driver, args.jobs, args.fuzz, args.timeout, process)
+
+
 def summary(text: str) -> str:
     """What a tool says at its end, e.g. "ERROR SUMMARY: 0 errors"."""
     lines = [line.strip("= ") for line in text.splitlines() if "SUMMARY" in line]
@@ -205,9 +219,17 @@ def main() -> int:
     )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
     parser.add_argument(
-        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes for the table"
+        "--jobs",
+        type=int,
+        default=min(8, os.cpu_count() or 1),
+        help="processes for the table, and for blackwell",
     )
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for each process")
+    parser.add_argument(
+        "--cutlass", type=Path, help="cutlass_library/source of the nvidia-cutlass wheel, if not installed"
+    )
+    parser.add_argument("--blackwell-folder", type=Path, help="where to build, and not again what is there")
+    parser.add_argument("--fuzz", type=int, default=20, help="random cases of each part of blackwell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_tests")
     args = parser.parse_args()
 
@@ -216,6 +238,7 @@ def main() -> int:
         "table": table,
         "training": training,
         "sanitizer": sanitizer,
+        "blackwell": blackwell,
     }
     report: dict[str, Any] = {"machine": machine(), "sections": {}}
     for name in args.sections:

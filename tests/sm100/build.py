@@ -6,6 +6,7 @@ The program is OUT, beside it OUT.sites, which names the instructions that repor
 """
 
 import argparse
+import concurrent.futures
 import os
 import shutil
 import zlib
@@ -74,25 +75,39 @@ class Builder:
             compilation.sites.write_text("".join(f"{site}\n" for site in result.sites))
         return compilation
 
+    def compile_plain(self, name: str, source: Path, options: Sequence[str]) -> Path:
+        """The object file of a source that is compiled as it is."""
+        target = self.folder / f"{name}.steps" / ("-".join(source.parts[-3:]) + ".o")
+        command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
+        toolchain.run([*command, "-c", str(source), "-o", str(target)])
+        return target
+
+    def compile_all(
+        self, name: str, sources: Sequence[Path], options: Sequence[str] = (), jobs: int = 1, **rewriting
+    ) -> list[toolchain.Compilation]:
+        self.emulator()  # which every job pastes
+        with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
+            running = [
+                pool.submit(self.compile, name, source, options, first_site(source), **rewriting)
+                for source in sources
+            ]
+            return [job.result() for job in running]
+
     def build(
         self,
         name: str,
         sources: Sequence[Path],
         options: Sequence[str] = (),
         plain: Sequence[Path] = (),
+        jobs: int = 1,
         **rewriting,
     ) -> Path:
         """One program from CUDA sources for sm_100a, and others that are compiled as they are. Gives it back."""
-        objects, sites = [self.host()], ""
-        for source in sources:
-            compilation = self.compile(name, source, options, first_site(source), **rewriting)
-            objects.append(compilation.object)
-            sites += compilation.sites.read_text()
-        for source in plain:
-            target = self.folder / f"{name}.steps" / f"{source.stem}.{source.suffix[1:]}.o"
-            command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
-            toolchain.run([*command, "-c", str(source), "-o", str(target)])
-            objects.append(target)
+        compilations = self.compile_all(name, sources, options, jobs, **rewriting)
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            others = list(pool.map(lambda source: self.compile_plain(name, source, options), plain))
+        objects = [self.host(), *(compilation.object for compilation in compilations), *others]
+        sites = "".join(compilation.sites.read_text() for compilation in compilations)
         wraps = [f"-Wl,--wrap={function}" for function in WRAPPED]
         program = self.folder / name
         toolchain.run(["g++", "-o", str(program), *map(str, objects), *wraps, *self.link_flags])

@@ -280,12 +280,13 @@ fence.acq_rel.sys;
             return text
         negated, guard, op, operands = match["negated"], match["guard"], match["op"], match["operands"]
         before = ""
-        # A load is done when it is waited for, or else when a register is used; copies do not count as use.
+        # A load is done when it is waited for, or else when a register is used. Copies in front of the wait do not
+        # count as use; behind it they do, since what is done once more if the wait was dropped is else skipped.
         used = set(re.findall(r"%[\w$]+", text))
         waits = op.startswith("tcgen05.wait::ld")
         if (last := self.last_used(used)) >= 0 and not waits:
-            if op.startswith("mov.") and guard is None:
-                access = self.loads[last]
+            access = self.loads[last]
+            if op.startswith("mov.") and guard is None and not access.dropped_at:
                 access.moves.append(text)
                 access.registers_and_copies.update(re.findall(r"%[\w$]+", text))
                 return ""

@@ -5,6 +5,7 @@ rewritten before it is assembled, and that assembler and fat binary are told sm_
 of the unchanged source: kernels are launched, and found by the runtime, as ever.
 """
 
+import importlib.util
 import os
 import re
 import shlex
@@ -22,6 +23,14 @@ def run(command: Sequence[str], **options) -> str:
     if done.returncode != 0:
         raise SystemExit(f"{shlex.join(command)}\n{done.stdout[:4000]}\nexit status {done.returncode}")
     return done.stdout
+
+
+def installed_cutlass() -> Path:
+    """`cutlass_library/source` of the nvidia-cutlass wheel that this interpreter finds."""
+    spec = importlib.util.find_spec("cutlass_library")
+    if spec is None or spec.origin is None:
+        return Path("cutlass_library/source")
+    return Path(spec.origin).parent / "source"
 
 
 def flags(cutlass: Path, includes: Sequence[Path] = ()) -> list[str]:

@@ -7,7 +7,7 @@ namespace jax_fmha::sm100 {
 enum class ForwardMode {
   kDense,     // every key up to kv_length
   kInterval,  // each row sees one interval of keys, by causality, window, lengths and segments
-  kGeneral,   // also positions, mask and bias
+  kGeneral,   // also positions, masks and bias
 };
 
 // Head dims up to (head_dim, head_dim_v) are zero-filled to it. Every tile is two groups of

@@ -13,7 +13,7 @@ namespace sm100 {
 namespace {
 
 ForwardMode ModeOf(const Problem& p) {
-  if (p.has_positions || p.has_mask || p.has_bias) return ForwardMode::kGeneral;
+  if (p.has_positions || p.has_mask || p.has_tile_mask || p.has_bias) return ForwardMode::kGeneral;
   if (p.uses_positions() || p.has_segment_ids) return ForwardMode::kInterval;
   return ForwardMode::kDense;
 }
@@ -23,7 +23,7 @@ std::string Refusal(const Problem& problem, const Device& device) {
 }
 
 int64_t Workspace(const Problem& problem, const Device&) {
-  return gpu::ForwardWorkspaceBytes(problem);
+  return gpu::ForwardWorkspaceBytes(problem, kGroups * kRows, kRows);
 }
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {

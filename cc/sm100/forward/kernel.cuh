@@ -18,6 +18,8 @@
 #include "cc/gpu/repair.cuh"
 #include "cc/gpu/softmax.cuh"
 #include "cc/sm100/forward/config.h"
+#include "cc/sm100/load.cuh"
+#include "cc/sm100/mma.cuh"
 #include "cc/sm100/tmem.cuh"
 
 namespace jax_fmha::sm100 {
@@ -29,9 +31,8 @@ using gpu::ForwardParams;
 // Values need rows past kv_end as zeros, since 0 * NaN is NaN. Scores are masked by selection, so
 // whatever lies behind queries and keys is harmless.
 struct ForwardTensors {
-  CUtensorMap q, k, v;
-  CUtensorMap v_masked;   // ends at any row from kRows on
-  CUtensorMap v_rows[2];  // 8 rows and 1 row at a time, for tiles that end before
+  CUtensorMap q, k;
+  RowMaps v;
 };
 
 template <typename Element_, ForwardMode kMode_, int kHeadDim_, int kHeadDimV_, int kKStages_,
@@ -138,65 +139,30 @@ struct ForwardKernel {
     }
   };
 
+  // The key tiles of a tile of queries, from the last to the first: n counts those of its range,
+  // and those that a mask skips are left out.
+  struct KeyTiles {
+    const gpu::TileWord* line = nullptr;
+    int first = 0;  // the range's first in the line
+
+    __device__ __forceinline__ KeyTiles(const gpu::ScoreParams& s, const TileInfo& info) {
+      if constexpr (kHasElements) {
+        line = gpu::LineOf(s.mask_plan, info.batch, info.head, info.q_first / (kGroups * kRows));
+        if (line != nullptr) first = info.kv_first / kKeys;
+      }
+    }
+    // n or the last before it.
+    __device__ __forceinline__ int Seen(int n) const {
+      return kHasElements ? gpu::LastSeen(line, first, first + n) - first : n;
+    }
+    // The mask drops some pair.
+    __device__ __forceinline__ bool IsMasked(int n) const {
+      return kHasElements && gpu::IsPartial(line, first + n);
+    }
+  };
+
   // Loading
   // ----------------------------------------------------------------------------------------------
-
-  static __device__ __forceinline__ void LoadBox(void* to, const CUtensorMap* map,
-                                                 gpu::Barrier* bar, int col, int row, int head,
-                                                 int entry) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-        "{%3, %4, %5, %6}], [%2];" ::"r"(gpu::SmemAddress(to)),
-        "l"(map), "r"(gpu::SmemAddress(bar)), "r"(col), "r"(row), "r"(head), "r"(entry)
-        : "memory");
-  }
-
-  // Rows from `first` on, into [column block][row][kBoxCols].
-  template <int kCols>
-  static __device__ __forceinline__ void LoadTile(Element* to, const CUtensorMap* map,
-                                                  gpu::Barrier* bar, int first, int head,
-                                                  int entry) {
-    gpu::ArriveExpect(bar, kRows * kCols * sizeof(Element));
-#pragma unroll
-    for (int c = 0; c < kCols / kBoxCols; ++c)
-      LoadBox(to + c * kRows * kBoxCols, map, bar, c * kBoxCols, first, head, entry);
-  }
-
-  // Values of rows [first, first + valid), and zeros behind them.
-  static __device__ __forceinline__ void LoadValues(const ForwardTensors& tensors, Element* to,
-                                                    gpu::Barrier* bar, int first, int valid,
-                                                    int num_rows, int head, int entry) {
-    const int end = first + valid;
-    if (valid == kKeys || end == num_rows) {
-      LoadTile<kHeadDimV>(to, &tensors.v, bar, first, head, entry);
-      return;
-    }
-    gpu::ArriveExpect(bar, kKeys * kHeadDimV * sizeof(Element));
-#pragma unroll 1
-    for (int c = 0; c < kHeadDimV / kBoxCols; ++c) {
-      Element* block = to + c * kKeys * kBoxCols;
-      if (end >= kKeys) {
-        gpu::LoadBox(block, &tensors.v_masked, bar, c * kBoxCols, kKeys - valid, end - kKeys, head,
-                     entry);
-        continue;
-      }
-      // No box of kKeys rows ends here without beginning in front of the operand. Row num_rows and
-      // those behind it read as zeros.
-#pragma unroll 1
-      for (int r = 0; r < kKeys; r += 8) {
-        if (r + 8 <= valid || r >= valid) {
-          LoadBox(block + r * kBoxCols, &tensors.v_rows[0], bar, c * kBoxCols,
-                  r >= valid ? num_rows : first + r, head, entry);
-        } else {
-#pragma unroll 1
-          for (int i = r; i < r + 8; ++i) {
-            LoadBox(block + i * kBoxCols, &tensors.v_rows[1], bar, c * kBoxCols,
-                    i >= valid ? num_rows : first + i, head, entry);
-          }
-        }
-      }
-    }
-  }
 
   static __device__ __forceinline__ void Load(const ForwardParams& p, const ForwardTensors& tensors,
                                               SharedStorage& smem) {
@@ -234,20 +200,24 @@ struct ForwardKernel {
       auto load_v = [&](int n) {
         const int first = info.kv_first + n * kKeys;
         gpu::Wait(&smem.v_ring.empty[v_state.stage], v_state.phase);
-        LoadValues(tensors, smem.v[v_state.stage], &smem.v_ring.full[v_state.stage], first,
-                   min(kKeys, info.kv_end - first), s.seqlen_kv, kv_head, v_entry);
+        LoadTile<kHeadDimV>(smem.v[v_state.stage], tensors.v, &smem.v_ring.full[v_state.stage],
+                            first, min(kKeys, info.kv_end - first), s.seqlen_kv, kv_head, v_entry);
         v_state.Next();
       };
       if (info.num_kv_tiles > 0) {
+        const KeyTiles key_tiles(s, info);
+        int n = key_tiles.Seen(info.kv_range - 1);
         load_q(0);
-        load_k(info.num_kv_tiles - 1);
+        load_k(n);
         load_q(1);
         q_phase ^= 1;
-        for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
-          load_v(n + 1);
-          load_k(n);
+        for (int left = info.num_kv_tiles - 1; left > 0; --left) {
+          const int next = key_tiles.Seen(n - 1);
+          load_v(n);
+          load_k(next);
+          n = next;
         }
-        load_v(0);
+        load_v(n);
       }
       tile = next;
     }
@@ -266,26 +236,8 @@ struct ForwardKernel {
   // Products
   // ----------------------------------------------------------------------------------------------
 
-  template <class Mma, class A, class B, class C>
-  static __device__ __forceinline__ void Gemm(Mma& mma, const A& a, const B& b, C& c,
-                                              bool accumulates) {
-    mma.accumulate_ = accumulates ? UMMA::ScaleOut::One : UMMA::ScaleOut::Zero;
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < size<2>(a); ++k) {
-      cute::gemm(mma, a(_, _, k), b(_, _, k), c);
-      mma.accumulate_ = UMMA::ScaleOut::One;
-    }
-  }
-
-  template <class Tensor>
-  static __device__ __forceinline__ auto AtColumn(const Tensor& x, uint32_t column) {
-    auto moved = x;
-    moved.data() = x.data().get() + column;
-    return moved;
-  }
-
-  // Products of one block are done in the order of their issue. So scores may be written over the
-  // probabilities that the product before reads, and only the softmax needs to be waited for.
+  // Scores may be written over the probabilities that the product before reads, so that only the
+  // softmax needs to be waited for.
   static __device__ __forceinline__ void Multiply(SharedStorage& smem) {
     MmaQK mma_qk;
     MmaPV mma_pv;
@@ -401,7 +353,7 @@ struct ForwardKernel {
 
   // Scale, bias and soft cap where they cannot be folded into the exponent, then masks.
   static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      const Row& row, int kv_first,
+                                                      const Row& row, int kv_first, bool is_masked,
                                                       float (&s)[kKeys]) {
     const gpu::ScoreParams& sp = p.score;
     if (row.is_transformed) {
@@ -423,14 +375,14 @@ struct ForwardKernel {
         for (int i = 0; i < kKeys; ++i) s[i] = row.cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end) return;
+    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end && !is_masked) return;
     const int lo = row.interval.x - kv_first;
     const unsigned length = row.interval.y - row.interval.x;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i)
       s[i] = static_cast<unsigned>(i - lo) < length ? s[i] : -gpu::kInf;
     if constexpr (kHasSegments) {
-      if (info.is_elementwise) {
+      if (info.is_elementwise || is_masked) {
         const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
         const int i = min(row.index, sp.seqlen_q - 1);
         // Rolled loops over bits keep the code small: the registers themselves need constant
@@ -474,7 +426,6 @@ struct ForwardKernel {
   // Probabilities of 32 keys, stored two to a column of tensor memory.
   static __device__ __forceinline__ void Exponentiate(float* s, float factor, float base,
                                                       uint32_t column, float2& sum) {
-    uint32_t packed[16];
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
       float2 x = make_float2(s[i], s[i + 1]);
@@ -482,11 +433,11 @@ struct ForwardKernel {
       x.x = gpu::Exp2(x.x);
       x.y = i / 2 % (kPolynomialShare / 2) == 0 ? PolynomialExp2(x.y) : gpu::Exp2(x.y);
       cute::add(sum, sum, x);
-      cutlass::Array<Element, 2> pair;
-      pair[0] = static_cast<Element>(x.x);
-      pair[1] = static_cast<Element>(x.y);
-      packed[i / 2] = reinterpret_cast<const uint32_t&>(pair);
+      s[i] = x.x;
+      s[i + 1] = x.y;
     }
+    uint32_t packed[16];
+    Pack<Element>(s, packed);
     StoreColumns(column, packed);
   }
 
@@ -521,7 +472,10 @@ struct ForwardKernel {
       const float factor = row.unit * gpu::kLog2e;
       float max = -gpu::kInf;
       float2 sum = make_float2(0.f, 0.f);
-      for (int n = info.num_kv_tiles - 1; n >= 0; --n) {
+      const KeyTiles key_tiles(sp, info);
+      int n = info.kv_range;
+      for (int left = info.num_kv_tiles - 1; left >= 0; --left) {
+        n = key_tiles.Seen(n - 1);
         WaitTmem(&smem.s_full[group], s_phase);
         s_phase ^= 1;
         float s[kKeys];
@@ -529,7 +483,7 @@ struct ForwardKernel {
         for (int c = 0; c < kKeys; c += 32)
           LoadColumns(scores + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
-        FinishScores(p, info, row, info.kv_first + n * kKeys, s);
+        FinishScores(p, info, row, info.kv_first + n * kKeys, key_tiles.IsMasked(n), s);
         const float top = fmaxf(MaxOf(s), max);
         // -inf is caught up with at once: the difference is inf, or NaN if there is still no key.
         float rescale = 1.f;
@@ -537,14 +491,22 @@ struct ForwardKernel {
           rescale = gpu::Exp2((max - top) * factor);
           max = top;
         }
-        if (n < info.num_kv_tiles - 1) send(rescale, 0.f);
+        if (left < info.num_kv_tiles - 1) send(rescale, 0.f);
         sum.x *= rescale;
         sum.y *= rescale;
         float base = max == -gpu::kInf ? 0.f : max * factor;
-        if (fabsf(base) > gpu::kLargeBase) {
-          base = 0.f;
+        const bool is_large = fabsf(base) > gpu::kLargeBase;
+        if (__any_sync(0xffffffff, is_large)) {
+          const float shift = is_large ? -max : 0.f;
+          base = is_large ? 0.f : base;
+          // In pairs, as the compiler makes predicates of this branch.
 #pragma unroll
-          for (int i = 0; i < kKeys; ++i) s[i] -= max;
+          for (int i = 0; i < kKeys; i += 2) {
+            float2 x = make_float2(s[i], s[i + 1]);
+            cute::add(x, x, make_float2(shift, shift));
+            s[i] = x.x;
+            s[i + 1] = x.y;
+          }
         }
 #pragma unroll
         for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
@@ -641,15 +603,17 @@ struct ForwardKernel {
       }
 #pragma unroll
       for (int i = 0; i < 32; i += 8) {
-        cutlass::Array<Element, 8> packed;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float x = norm == 0.f ? 0.f : o[i + e] * norm;
-          if constexpr (kHasSegments) is_nan |= x != x;
-          packed[e] = static_cast<Element>(x);
+        for (int e = i; e < i + 8; ++e) {
+          o[e] = norm == 0.f ? 0.f : o[e] * norm;
+          if constexpr (kHasSegments) is_nan |= o[e] != o[e];
         }
-        if (is_row && c + i < sp.head_dim_v)
-          *reinterpret_cast<uint4*>(to + c + i) = reinterpret_cast<const uint4&>(packed);
+        uint32_t packed[4];
+        Pack<Element>(o + i, packed);
+        if (is_row && c + i < sp.head_dim_v) {
+          *reinterpret_cast<uint4*>(to + c + i) =
+              make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        }
       }
     }
     if constexpr (kHasSegments) {

@@ -23,19 +23,9 @@ inline Status EncodeForward(const Problem& problem, const Operands& operands,
       gpu::RowsOf(operands.k, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim);
   const gpu::RowTensor v =
       gpu::RowsOf(operands.v, problem.seqlen_kv, problem.num_kv_heads, problem.head_dim_v);
-  const struct {
-    const gpu::RowTensor& tensor;
-    int box_rows;
-    bool is_masked;
-    CUtensorMap* map;
-  } maps[] = {{q, kRows, false, &tensors->q},     {k, kRows, false, &tensors->k},
-              {v, kRows, false, &tensors->v},     {v, kRows, true, &tensors->v_masked},
-              {v, 8, false, &tensors->v_rows[0]}, {v, 1, false, &tensors->v_rows[1]}};
-  for (const auto& m : maps) {
-    if (Status s = EncodeRows(m.tensor, m.box_rows, kBoxCols, m.is_masked, m.map); !s.ok())
-      return s;
-  }
-  return {};
+  if (Status s = EncodeRows(q, kRows, kBoxCols, false, &tensors->q); !s.ok()) return s;
+  if (Status s = EncodeRows(k, kRows, kBoxCols, false, &tensors->k); !s.ok()) return s;
+  return EncodeRowMaps(v, kRows, kBoxCols, &tensors->v);
 }
 
 template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
@@ -49,7 +39,8 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
   ForwardTensors tensors{};
   if (Status s = EncodeForward(problem, operands, &tensors); !s.ok()) return s;
 
-  if (Status s = gpu::PlanForward(problem, launch, &params); !s.ok()) return s;
+  if (Status s = gpu::PlanForward(problem, launch, kGroups * kRows, kRows, &params); !s.ok())
+    return s;
 
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedStorage);
   static_assert(kSmemBytes <= 227 * 1024);

@@ -12,12 +12,7 @@ namespace {
 
 std::string Refusal(const Problem& p, const Device& device) {
   if (std::string reason = SharedRefusal(p, device); !reason.empty()) return reason;
-  if (p.deterministic && p.wants_dbias &&
-      BiasGradientSize(p) != p.batch * p.num_q_heads * p.seqlen_q * p.seqlen_kv) {
-    return "deterministic=True with a gradient of bias that is summed over a dimension: sums are "
-           "taken in the order in which blocks finish";
-  }
-  return {};
+  return gpu::BackwardRefusal(p);
 }
 
 int64_t Workspace(const Problem& problem, const Device&) { return WorkspaceOf(problem).bytes; }

@@ -12,7 +12,7 @@ Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, con
   cudaMemsetAsync(operands.dq.data, 0, q_rows * problem.head_dim * size, stream);
   cudaMemsetAsync(operands.dk.data, 0, kv_rows * problem.head_dim * size, stream);
   cudaMemsetAsync(operands.dv.data, 0, kv_rows * problem.head_dim_v * size, stream);
-  if (const int64_t elements = BiasGradientSize(problem); elements > 0) {
+  if (const int64_t elements = gpu::BiasGradientSize(problem); elements > 0) {
     cudaMemsetAsync(operands.dbias.data, 0, elements * SizeOf(problem.bias_dtype), stream);
   }
   if (operands.dsinks.data == nullptr || operands.dsinks.entries * problem.num_q_heads == 0) {

@@ -11,6 +11,7 @@
 #include "cc/gpu/mask_plan.h"
 #include "cc/gpu/repair_backward.cuh"
 #include "cc/gpu/segment_plan.h"
+#include "cc/gpu/turns.h"
 #include "cc/sm90/backward/kernel.cuh"
 #include "cc/sm90/backward/launch.h"
 #include "cc/sm90/tma.h"
@@ -80,19 +81,13 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.next_tile = counters;
   params.has_large = counters + 3;
   params.lse = operands.saved_lse;
-  const int64_t dbias_size = BiasGradientSize(problem);
-  if (dbias_size > 0) {
-    params.dbias_map = operands.dbias.batch;
-    if (problem.bias_dtype == DType::kF32) {
-      params.dbias = static_cast<float*>(operands.dbias.data);
-      if (Status s =
-              gpu::ToStatus(cudaMemsetAsync(params.dbias, 0, dbias_size * 4, stream), "memset");
-          !s.ok())
-        return s;
-    } else {
-      params.dbias = reinterpret_cast<float*>(memory + workspace.dbias);
-    }
-  }
+  params.dbias_map = operands.dbias.batch;
+  if (Status s =
+          gpu::ToStatus(gpu::BeginBiasGradient(problem, operands.dbias, memory + workspace.dbias,
+                                               stream, &params.dbias),
+                        "dbias");
+      !s.ok())
+    return s;
   if (problem.has_mask || problem.has_tile_mask) {
     const cudaError_t error =
         gpu::RunMaskPlan(params.score, kTile.block_q, kTile.block_kv, gpu::WalkOver::kQueries,
@@ -118,8 +113,10 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     params.turns = reinterpret_cast<int*>(memory + workspace.turns);
     params.turn_takers = reinterpret_cast<int2*>(memory + workspace.turn_takers);
     params.first_takers = reinterpret_cast<int*>(memory + workspace.first_takers);
-    PlanTurns<Kernel><<<static_cast<unsigned>(problem.batch), 256, 0, stream>>>(params);
-    if (Status s = gpu::ToStatus(cudaGetLastError(), "turns"); !s.ok()) return s;
+    const cudaError_t error =
+        gpu::RunTurnPlan(params.score, params.kv_plan, kTile.block_q, kTile.block_kv,
+                         {params.turn_takers, params.first_takers}, stream);
+    if (Status s = gpu::ToStatus(error, "turns"); !s.ok()) return s;
   }
 
   gpu::DeltaParams delta = {params.score,
@@ -182,11 +179,10 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   ConvertDq<Kernel><<<static_cast<unsigned>(q_pairs * params.num_q_tiles), 256, 0, stream>>>(
       params, operands.dq.data, dq_list);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "convert"); !s.ok()) return s;
-  if (dbias_size > 0 && problem.bias_dtype != DType::kF32) {
-    const cudaError_t error = gpu::ConvertBiasGradient(params.dbias, operands.dbias.data,
-                                                       problem.bias_dtype, dbias_size, stream);
-    if (Status s = gpu::ToStatus(error, "dbias"); !s.ok()) return s;
-  }
+  if (Status s = gpu::ToStatus(gpu::EndBiasGradient(problem, operands.dbias, params.dbias, stream),
+                               "dbias");
+      !s.ok())
+    return s;
 
   if (problem.has_segment_ids) {
     const gpu::RepairBackwardParams repair = {

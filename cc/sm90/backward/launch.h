@@ -1,8 +1,6 @@
 // One function per row of instances.def, each in an object file of its own that nvcc builds.
 #pragma once
 
-#include <utility>
-
 #include "cc/core/kernel.h"
 #include "cc/gpu/plan.h"
 #include "cc/sm90/backward/config.h"
@@ -23,21 +21,6 @@ struct BackwardWorkspace {
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
 
-// The same problem with queries and keys swapped, as the plan of the keys sees it.
-inline Problem Swapped(Problem p) {
-  std::swap(p.seqlen_q, p.seqlen_kv);
-  std::swap(p.num_q_heads, p.num_kv_heads);
-  return p;
-}
-
-// Elements of dbias, 0 if it is not wanted.
-inline int64_t BiasGradientSize(const Problem& p) {
-  if (!p.wants_dbias) return 0;
-  int64_t size = 1;
-  for (int64_t x : p.dbias_shape) size *= x;
-  return size;
-}
-
 inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   const BackwardTile tile =
       BackwardTileOf(static_cast<int>(p.head_dim), static_cast<int>(p.head_dim_v));
@@ -53,21 +36,21 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   const int64_t q_tiles = CeilDiv(p.seqlen_q, tile.block_q),
                 kv_tiles = CeilDiv(p.seqlen_kv, tile.block_kv);
   if (p.deterministic) w.turns = take(p.batch * p.num_q_heads * q_tiles * 2 * 4);
-  if (p.bias_dtype != DType::kF32) w.dbias = take(BiasGradientSize(p) * 4);
+  w.dbias = take(gpu::BiasSumBytes(p));
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
   if (p.deterministic) {
-    w.turn_takers = take(p.batch * kv_tiles * 8);
-    w.first_takers = take(p.batch * q_tiles * 4);
+    w.turn_takers = take(gpu::TurnTakerBytes(p, kv_tiles));
+    w.first_takers = take(gpu::FirstTakerBytes(p, q_tiles));
   }
   w.mask_plan = take(gpu::MaskPlanBytes(p, kv_tiles, q_tiles));
   if (p.has_segment_ids) {
     // Both column halves of a strip may report it.
     w.dq_strips = take(2 * gpu::RepairListBytes(p));
-    w.dkv_strips = take(2 * gpu::RepairListBytes(Swapped(p)));
+    w.dkv_strips = take(2 * gpu::RepairListBytes(gpu::Swapped(p)));
     w.q_plan = take(gpu::SegmentPlanBytes(p));
-    w.kv_plan = take(gpu::SegmentPlanBytes(Swapped(p)));
+    w.kv_plan = take(gpu::SegmentPlanBytes(gpu::Swapped(p)));
   }
   return w;
 }

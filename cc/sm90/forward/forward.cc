@@ -26,9 +26,7 @@ std::string Refusal(const Problem& problem, const Device& device) {
 int64_t Workspace(const Problem& problem, const Device&) {
   const ForwardTile tile = TileOf(static_cast<int>(problem.head_dim),
                                   static_cast<int>(problem.head_dim_v), ForwardMode::kGeneral);
-  return gpu::ForwardWorkspaceBytes(problem) +
-         gpu::MaskPlanBytes(problem, CeilDiv(problem.seqlen_q, tile.block_q),
-                            CeilDiv(problem.seqlen_kv, tile.block_kv));
+  return gpu::ForwardWorkspaceBytes(problem, tile.block_q, tile.block_kv);
 }
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {

@@ -6,7 +6,6 @@
 #include "cc/gpu/check.h"
 #include "cc/gpu/forward_launch.cuh"
 #include "cc/gpu/launch.h"
-#include "cc/gpu/mask_plan.h"
 #include "cc/sm90/forward/kernel.cuh"
 #include "cc/sm90/forward/launch.h"
 #include "cc/sm90/tma.h"
@@ -41,14 +40,8 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
           kTile.block_kv, kTile.box_cols, &v);
       !s.ok())
     return s;
-  if (Status s = gpu::PlanForward(problem, launch, &params); !s.ok()) return s;
-  if (problem.has_mask || problem.has_tile_mask) {
-    char* memory = static_cast<char*>(launch.workspace) + gpu::ForwardWorkspaceBytes(problem);
-    const cudaError_t error =
-        gpu::RunMaskPlan(params.score, kTile.block_q, kTile.block_kv, gpu::WalkOver::kKeys, memory,
-                         stream, &params.score.mask_plan);
-    if (Status s = gpu::ToStatus(error, "mask plan"); !s.ok()) return s;
-  }
+  if (Status s = gpu::PlanForward(problem, launch, kTile.block_q, kTile.block_kv, &params); !s.ok())
+    return s;
 
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedStorage);
   static_assert(kSmemBytes <= 227 * 1024);

@@ -13,15 +13,21 @@
 #include "cc/core/kernel.h"
 #include "cc/sm90/kernels.h"
 using namespace jax_fmha;
-// cc/tests/sm100 runs the same checks on the Blackwell kernels.
-#ifndef DRIVER_CAPABILITY
-#define DRIVER_CAPABILITY 90
-#define DRIVER_MAX_HEAD_DIM_V 256
-#endif
 #ifdef NO_BACKWARD
 static std::string NoBackward(const Problem&, const Device&) { return "not built"; }
 namespace jax_fmha {
 const Kernel kSm90Backward = {"none", "sm90", Pass::kBackward, NoBackward, nullptr, nullptr};
+}
+#endif
+// cc/tests/sm100 runs the same checks on the Blackwell kernels.
+#ifndef DRIVER_CAPABILITY
+#define DRIVER_CAPABILITY 90
+#define DRIVER_MAX_HEAD_DIM_V 256
+// The kernel that takes a problem; null, and why not, if none does.
+static const Kernel* KernelOf(const Problem& problem, const Device& device, std::string* why) {
+  const Kernel& kernel = problem.pass == Pass::kForward ? kSm90Forward : kSm90Backward;
+  *why = kernel.refusal(problem, device);
+  return why->empty() ? &kernel : nullptr;
 }
 #endif
 #define CK(x)                                                                         \
@@ -295,6 +301,7 @@ struct Data {
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
   std::vector<int> qseg, kseg;
+  std::string ran;  // name of the last kernel
 };
 
 static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
@@ -564,19 +571,16 @@ static void build(Data& d, const Case& c, uint32_t seed, bool for_reference) {
 }
 
 static int launch(Data& d, Pass pass, cudaStream_t stream, std::string* why) {
-  const Kernel& kernel = pass == Pass::kForward ? kSm90Forward : kSm90Backward;
   Device dev;
   dev.platform = Platform::kCuda;
   dev.compute_capability = DRIVER_CAPABILITY;
   d.p.pass = pass;
   d.p.wants_dsinks = pass == Pass::kBackward && d.c.sinks;
   d.p.wants_dbias = pass == Pass::kBackward && d.dbias != nullptr;
-  std::string no = kernel.refusal(d.p, dev);
-  if (!no.empty()) {
-    *why = no;
-    return 1;
-  }
-  int64_t need = kernel.workspace_bytes(d.p, dev);
+  const Kernel* kernel = KernelOf(d.p, dev, why);
+  if (kernel == nullptr) return 1;
+  d.ran = kernel->name;
+  int64_t need = kernel->workspace_bytes(d.p, dev);
   if (need > d.workspace_bytes) {
     d.workspace = d.a.get(need);
     d.workspace_bytes = need;
@@ -585,7 +589,7 @@ static int launch(Data& d, Pass pass, cudaStream_t stream, std::string* why) {
   l.stream = stream;
   l.workspace = d.workspace;
   l.workspace_bytes = need;
-  Status s = kernel.run(d.p, d.o, l);
+  Status s = kernel->run(d.p, d.o, l);
   if (!s.ok()) {
     *why = s.message();
     return 2;
@@ -695,6 +699,7 @@ static void check(const Case& c, uint32_t seed) {
     fflush(stdout);
     exit(4);
   }
+  line += " " + d.ran;
   ref_forward<<<c.B * c.N * c.T, 128>>>(d.r);
   CK(cudaDeviceSynchronize());
   const double eps = c.dt == 0 ? 4e-3 : 1.2e-3;
@@ -714,6 +719,7 @@ static void check(const Case& c, uint32_t seed) {
         fflush(stdout);
         exit(4);
       }
+      line += " " + d.ran;
       if (c.deterministic) {
         std::vector<char> a(d.nq * 2), b(d.nq * 2);
         CK(cudaMemcpy(a.data(), d.dq, d.nq * 2, cudaMemcpyDeviceToHost));
@@ -850,6 +856,9 @@ int main(int argc, char** argv) {
     }
   }
   verbose = getenv("VERBOSE");
+  const int dtype = getenv("DTYPE") && !strcmp(getenv("DTYPE"), "float16");
+  int shard = 0, shards = 1;  // SHARD=I/N: every Nth case
+  if (const char* e = getenv("SHARD")) sscanf(e, "%d/%d", &shard, &shards);
   if (corr) {
     std::vector<Case> cs;
     auto add = [&](const char* name, auto f) {
@@ -858,6 +867,7 @@ int main(int argc, char** argv) {
         c.name = name;
         c.H = h;
         c.Hv = std::min(h, DRIVER_MAX_HEAD_DIM_V);
+        c.dt = dtype;
         f(c);
         cs.push_back(c);
       }
@@ -1104,7 +1114,8 @@ int main(int argc, char** argv) {
     int id = 1;
     for (auto& c : cs) {
       if (*only && c.name.find(only) == std::string::npos) continue;
-      check(c, id++);
+      if (id % shards == shard) check(c, id);
+      ++id;
     }
     std::mt19937 rng(12345);
     for (int f = 0; f < fuzz; ++f) {
@@ -1152,8 +1163,8 @@ int main(int argc, char** argv) {
         c.tile_rows = 16 << rng() % 5;
         c.tile_cols = 8 << rng() % 6;
       }
-      if (getenv("F16")) c.dt = rng() % 2;
-      check(c, 1000 + f);
+      c.dt = getenv("F16") ? rng() % 2 : dtype;
+      if (f % shards == shard) check(c, 1000 + f);
     }
     printf("checked: %d passed, %d failed, %d refused\n", passed, failures, refused);
   }
