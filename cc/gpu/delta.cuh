@@ -17,10 +17,10 @@ struct DeltaParams {
   float* lse2;   // [batch, N, padded_q]
   int padded_q;
   int* has_large;  // zeroed; set if some |lse2| exceeds kLargeBase
-  // Zeroed on the way, while rows are being read: num_zeros pieces, a block's share at a time.
-  uint4* zeros;
-  int64_t num_zeros;
-  int block_zeros;
+  // Zeroed on the way, while rows are being read: num_zeros pieces, block_zeros by each block.
+  uint4* zeros = nullptr;
+  int64_t num_zeros = 0;
+  int block_zeros = 0;
 };
 
 inline constexpr int kDeltaRows = 64;

@@ -12,7 +12,6 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/tensor.hpp>
 
-#include "cc/gpu/backward_tile.cuh"
 #include "cc/gpu/pipeline.cuh"
 #include "cc/gpu/problem_params.cuh"
 #include "cc/gpu/repair.cuh"
@@ -20,19 +19,9 @@
 #include "cc/gpu/store.cuh"
 #include "cc/sm90/backward/config.h"
 
-// Under measurement: bits switch what is described in VARIANTS.
-#ifndef BWD_VARIANT
-#define BWD_VARIANT 0x20
-#endif
-
 namespace jax_fmha::sm90 {
 
 using namespace cute;
-
-inline constexpr bool kStatsFirst = BWD_VARIANT & 1, kUniformGroup = BWD_VARIANT & 2,
-                      kLateDk = BWD_VARIANT & 4, kDescribesAhead = BWD_VARIANT & 8,
-                      kLateDq = BWD_VARIANT & 16, kPlainApart = BWD_VARIANT & 64,
-                      kSplitsStats = BWD_VARIANT & 128;
 
 struct BackwardParams {
   gpu::ScoreParams score;
@@ -150,13 +139,6 @@ struct BackwardKernel {
     int flags, head, m;
   };
 
-  // The producer describes a tile while the consumers are at the one before, and some of them still
-  // at the end of the one before that.
-  static constexpr int kInfoSlots = kDescribesAhead ? 3 : 2;
-  static __device__ __forceinline__ int NextSlot(int slot) {
-    return slot == kInfoSlots - 1 ? 0 : slot + 1;
-  }
-
   struct alignas(1024) SharedStorage {
     alignas(1024) Element k[kBlockKv * kHeadDim];
     alignas(1024) Element v[kBlockKv * kHeadDimV];
@@ -172,7 +154,7 @@ struct BackwardKernel {
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
-    TileInfo info[kInfoSlots];
+    TileInfo info[2];
   };
 
   static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
@@ -193,8 +175,7 @@ struct BackwardKernel {
     info.kv_head = pair - info.batch * s.num_kv_heads;
     info.kv_first = kv_tile * kBlockKv;
     info.limits = gpu::LimitsOf(s, info.batch);
-    const int2 range =
-        gpu::QueryTiles(s, p.kv_plan, info.limits, info.batch, info.kv_first, kBlockQ, kBlockKv);
+    const int2 range = QueryTiles(p, info.limits, info.batch, kv_tile);
     info.q_begin = range.x;
     info.q_end = range.y;
     // A query may share a tile with queries of another segment even where all keys have one.
@@ -214,6 +195,28 @@ struct BackwardKernel {
     return info;
   }
 
+  // Query tiles that may attend to a key tile, first and one past the last.
+  static __device__ __forceinline__ int2 QueryTiles(const BackwardParams& p,
+                                                    const gpu::EntryLimits& e, int batch,
+                                                    int kv_tile) {
+    const int kv_first = kv_tile * kBlockKv, kv_end = min(kv_first + kBlockKv, e.kv_length);
+    if (kv_end <= kv_first) return make_int2(0, 0);
+    int q_lo = max(0, kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
+    if (p.kv_plan.blocks != nullptr) {
+      const int num_blocks = (p.score.seqlen_kv + gpu::kPlanRows - 1) / gpu::kPlanRows;
+      const gpu::PlanBlock* blocks = p.kv_plan.blocks + static_cast<int64_t>(batch) * num_blocks;
+      int lo_min = gpu::kFar, hi_max = 0;
+      for (int i = kv_first / gpu::kPlanRows; i <= (kv_end - 1) / gpu::kPlanRows; ++i) {
+        lo_min = min(lo_min, blocks[i].lo_min);
+        hi_max = max(hi_max, blocks[i].hi_max);
+      }
+      q_lo = max(q_lo, lo_min);
+      q_hi = min(q_hi, hi_max);
+    }
+    if (q_hi <= q_lo) return make_int2(0, 0);
+    return make_int2(q_lo / kBlockQ, (q_hi + kBlockQ - 1) / kBlockQ);
+  }
+
   // Query tiles of a head by the mask, which skips some; null if none.
   static __device__ __forceinline__ const gpu::TileWord* LineOf(const gpu::ScoreParams& s,
                                                                 const TileInfo& info, int head) {
@@ -223,7 +226,7 @@ struct BackwardKernel {
 
   // Whether query tiles go last to first; see "Addition of dq".
   static __device__ __forceinline__ bool Descends(const BackwardParams& p) {
-    return p.turns != nullptr || (BWD_VARIANT & 256);
+    return p.turns != nullptr;
   }
 
   // Producer
@@ -270,16 +273,11 @@ struct BackwardKernel {
     int kv_phase = 1, slot = 0;
     int tile = blockIdx.x;
     while (tile < p.num_tiles) {
-      if constexpr (kDescribesAhead) {
-        smem.info[slot] = DescribeTile(p, tile);
-        gpu::Wait(&smem.kv_empty, kv_phase);
-      } else {
-        gpu::Wait(&smem.kv_empty, kv_phase);
-        smem.info[slot] = DescribeTile(p, tile);
-      }
+      gpu::Wait(&smem.kv_empty, kv_phase);
       kv_phase ^= 1;
+      smem.info[slot] = DescribeTile(p, tile);
       const TileInfo& info = smem.info[slot];
-      slot = NextSlot(slot);
+      slot ^= 1;
       if (info.num_steps == 0) {
         gpu::Arrive(&smem.kv_full);
         tile = gridDim.x + atomicAdd(p.next_tile, 1);
@@ -358,13 +356,13 @@ struct BackwardKernel {
   static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
 
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
-  // whose other is i + 2. The values lie in the order of RowSlot; those of this thread start at
-  // values + OwnRows().
-  template <int kFirst = 0, int kEnd = kGroupQ, class F>
+  // whose other is i + 2. The values lie in the order of RowSlot.
+  template <class F>
   static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
-    for (int block = kFirst / 32; block < kEnd / 32; ++block) {
-      const float4* from = reinterpret_cast<const float4*>(values + block * 32);
+    for (int block = 0; block < kGroupQ / 32; ++block) {
+      const float4* from =
+          reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4 x = from[half];
@@ -376,8 +374,6 @@ struct BackwardKernel {
       }
     }
   }
-
-  static __device__ __forceinline__ int OwnRows(int thread) { return thread % 4 * 8; }
 
   // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
   struct Scores {
@@ -422,7 +418,7 @@ struct BackwardKernel {
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
     const float unit = x.is_transformed ? 1.f : x.scale;
-    ForRows(lse2, [&](int i, float base) {  // of OwnRows
+    ForRows(lse2, [&](int i, float base) {
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
       const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
@@ -596,15 +592,18 @@ struct BackwardKernel {
     }
   }
 
-  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled; `at` is where this
-  // thread's row of the first two 8 x 8 matrices lies.
-  static __device__ __forceinline__ void StoreTransposed(Element* to, uint32_t at,
+  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
+  static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
-    const uint32_t first = gpu::SmemAddress(to) + at;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
+    const int row = lane % 16;
+    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
 #pragma unroll
     for (int g = 0; g < kGroupQ / 8; g += 2) {
-      // Tiles are aligned to the swizzle, so that its chunks of 8 queries count by exclusive or.
-      const uint32_t address = (first ^ (g % 8 * 16)) + g / 8 * kBlockKv * 128;
+      const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
+      const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
+                               ((chunk % 8) ^ (row % 8)) * 16;
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
           "r"(x[g * 2]), "r"(x[g * 2 + 1]), "r"(x[g * 2 + 2]), "r"(x[g * 2 + 3])
@@ -612,21 +611,12 @@ struct BackwardKernel {
     }
   }
 
-  // Of the warp's 16 keys, the first 8 lanes address rows 0-7, the next 8 rows 8-15, and the upper
-  // half warp the next 8 queries.
-  static __device__ __forceinline__ uint32_t TransposedAt(int group, int thread) {
-    const int lane = thread % 32, row = lane % 16;
-    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + thread / 32 * 16 + row;
-    const int chunk = lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);
-    return key * 128 + (chunk ^ (row % 8)) * 16;
-  }
-
   // Addition of dq
   // ----------------------------------------------------------------------------------------------------------
   //
   // Accumulators are added in the order of their registers; ConvertDq puts them right. With `turns`
   // key tiles take turns in their order at each query tile, so that every run adds in the same
-  // order. The turn plan says who takes a turn where; a tile that takes one without anything to add
+  // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
   // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
   // or done. With turns, query tiles go last to first: causal key tiles all begin at the same one
   // and follow each other at a distance of one turn, while first to last each would have to wait at
@@ -694,7 +684,7 @@ struct BackwardKernel {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
-      slot = NextSlot(slot);
+      slot ^= 1;
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
       int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
@@ -749,15 +739,9 @@ struct BackwardKernel {
 
   static __device__ __forceinline__ void Consume(const BackwardParams& p, SharedStorage& smem) {
     const gpu::ScoreParams& sp = p.score;
-    // Read once, not wherever it is needed: a special register takes its time.
-    int thread = threadIdx.x - 128;
-    if constexpr (kUniformGroup) asm volatile("" : "+r"(thread));
-    // A reduction leaves its result in a uniform register, where descriptors are wanted.
-    const int group = kUniformGroup ? __reduce_max_sync(0xffffffff, thread / 128)
-                                    : __shfl_sync(0xffffffff, thread / 128, 0);
-    const int lane = thread % 32;
-    const int own_rows = OwnRows(thread);
-    const uint32_t transposed_at = TransposedAt(group, thread % 128);
+    const int thread = threadIdx.x - 128;
+    const int group = __shfl_sync(0xffffffff, thread / 128, 0);
+    const int lane = threadIdx.x % 32;
 
     Tensor sK = make_tensor(make_smem_ptr(smem.k), LayoutK{});
     Tensor sV = make_tensor(make_smem_ptr(smem.v), LayoutV{});
@@ -810,19 +794,13 @@ struct BackwardKernel {
       if (lane == 0) gpu::Arrive(bar);
     };
 
-    // dq of a step, left in shared memory, is for the thread that adds.
-    auto pass_dq = [&] {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      release(&smem.dq_ring.full[group]);
-    };
-
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot = NextSlot(slot);
+      slot ^= 1;
       if (info.is_last) break;
       Scores x;
       x.scale = gpu::ScaleOf(sp, info.batch);
@@ -843,86 +821,44 @@ struct BackwardKernel {
 
       // The query tiles of one head after those of another.
       const int num_steps = info.num_steps;
-      int last_stage = 0;
       for (int step = 0; step < num_steps; ++step) {
         const int stage = state.stage;
         const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
-        const float *lse2_rows = smem.lse2[stage] + q_offset + own_rows,
-                    *delta_rows = smem.delta[stage] + q_offset + own_rows;
-        float lse2[kScoreRegs / 2];
-        auto set_lse2 = [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; };
-        // Of 128 queries, lse2 of the second half waits until the first half's is used.
-        constexpr int kEarlyRows = kSplitsStats && kGroupQ == 128 ? 64 : kGroupQ;
         gpu::Wait(&smem.q_ring.full[stage], state.phase);
-        const auto [flags, head, m] = smem.steps[stage];
-        if constexpr (kStatsFirst) {
-          // Loads and barriers queue behind products: none but the least may come between these
-          // two.
-          if constexpr (!kLateDk) {
-            ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
-          }
-          gpu::Wait(&smem.dout_ring.full[stage], state.phase);
-        } else {
-          // dP^T starts from -delta, so that nothing is left to subtract.
-          ForRows(delta_rows, [&](int i, float delta) {
-            dp[i] = -delta;
-            dp[i + 2] = -delta;
-          });
-        }
+        // dP^T starts from -delta, so that nothing is left to subtract.
+        ForRows(smem.delta[stage] + q_offset, [&](int i, float delta) {
+          dp[i] = -delta;
+          dp[i + 2] = -delta;
+        });
         warpgroup_fence_operand(tS);
         warpgroup_fence_operand(tDp);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        if constexpr (kLateDk) {
-          warpgroup_wait<1>();  // dk of the step before, whose operand's registers are wanted
-          warpgroup_fence_operand(tDk);
-          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
-          if (step > 0) release(&smem.q_ring.empty[last_stage]);
-          last_stage = stage;
-        }
-        if constexpr (!kStatsFirst || kLateDk) {
-          ForRows<0, kEarlyRows>(lse2_rows, set_lse2);
-        }
-        if constexpr (!kStatsFirst) gpu::Wait(&smem.dout_ring.full[stage], state.phase);
-        if constexpr (kLateDk) warpgroup_arrive();
-        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, !kStatsFirst);
-        if constexpr (kLateDq && kAddsInBulk) {
-          if (step > 0) pass_dq();
-        }
+        const auto [flags, head, m] = smem.steps[stage];
+        float lse2[kScoreRegs / 2];
+        ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, true);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
-        ForRows<kEarlyRows>(lse2_rows, set_lse2);
-        auto exponentiate = [&] {
+        if (x.is_transformed) {
+          TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
+        }
+        if (!(flags & kIsFull)) {
+          MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
+                     x.kv, s);
+        }
+        if (flags & kHasLarge) {
+          ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
+                            s);
+        } else {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) {
             s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
           }
-        };
-        // Most steps need nothing but products and exponentials: two branches lead them past all
-        // else, instead of one for each.
-        const bool is_plain = kPlainApart && flags == kIsFull && !x.is_transformed;
-        if (is_plain) {
-          exponentiate();
-        } else {
-          if (x.is_transformed) {
-            TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
-          }
-          if (!(flags & kIsFull)) {
-            MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
-                       x.kv, s);
-          }
-          if (flags & kHasLarge) {
-            ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, lse2_rows, s);
-          } else {
-            exponentiate();
-          }
         }
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
-        float delta[kScoreRegs / 2];
-        if constexpr (kStatsFirst) {
-          ForRows(delta_rows, [&](int i, float x) { delta[i / 4 * 2 + i % 2] = x; });
-        }
         auto add_dv = [&] {
           auto p_operand = operand(mma_dv, tP, sPt, stage);
           if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
@@ -940,26 +876,22 @@ struct BackwardKernel {
         }
         warpgroup_fence_operand(tDp);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) {
-          dp[i] = s[i] * (kStatsFirst ? dp[i] - delta[i / 4 * 2 + i % 2] : dp[i]);
+        for (int i = 0; i < kScoreRegs; ++i) dp[i] *= s[i];
+        if (x.cap > 0.f) {
+          // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+          // probability.
+          const float inverse = gpu::kLn2 / x.cap;
+          ForRows(smem.lse2[stage] + q_offset, [&](int i, float lse2) {
+#pragma unroll
+            for (int r = 0; r < 4; r += 2) {
+              const float t = (__log2f(s[i + r]) + lse2) * inverse;
+              dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
+            }
+          });
         }
-        if (!is_plain) {
-          if (x.cap > 0.f) {
-            // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
-            // probability.
-            const float inverse = gpu::kLn2 / x.cap;
-            ForRows(lse2_rows, [&](int i, float lse2) {
+        if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
 #pragma unroll
-              for (int r = 0; r < 4; r += 2) {
-                const float t = (__log2f(s[i + r]) + lse2) * inverse;
-                dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
-              }
-            });
-          }
-          if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
-#pragma unroll
-            for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
-          }
+          for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
         }
         if constexpr (kHasElements) {
           if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
@@ -968,13 +900,13 @@ struct BackwardKernel {
 #pragma unroll
           for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
           if constexpr (kSplitsColumns) {
-            StoreTransposed(smem.p[stage], transposed_at,
+            StoreTransposed(smem.p[stage], group,
                             *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tP(0)));
           }
         }
 #pragma unroll
         for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
-        StoreTransposed(smem.ds[stage], transposed_at,
+        StoreTransposed(smem.ds[stage], group,
                         *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
         if constexpr (!kEarlyDv && !kSplitsColumns) add_dv();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -995,32 +927,23 @@ struct BackwardKernel {
         release(&smem.dout_ring.empty[stage]);
         if constexpr (kAddsInBulk) {
           gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
-          float* to = smem.dq[group] + thread % 128 * 4;
+          float* to = smem.dq[group] + threadIdx.x % 128 * 4;
 #pragma unroll
           for (int i = 0; i < size(tDq) / 4; ++i) {
             *reinterpret_cast<float4*>(to + i * 512) =
                 make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
           }
-          if constexpr (!kLateDq) pass_dq();
+          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+          release(&smem.dq_ring.full[group]);
           dq_phase ^= 1;
         } else {
           AddRegisters(DqPart(p, info, head, m, group), group, tDq);
         }
-        if constexpr (!kLateDk) {
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(tDk);
-          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
-          release(&smem.q_ring.empty[stage]);
-        }
-        state.Next();
-      }
-      if constexpr (kLateDk) {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
-      }
-      if (num_steps > 0) {
-        if constexpr (kLateDq && kAddsInBulk) pass_dq();
-        if constexpr (kLateDk) release(&smem.q_ring.empty[last_stage]);
+        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+        release(&smem.q_ring.empty[stage]);
+        state.Next();
       }
       release(&smem.kv_empty);
       Finish(p, info, group, x, dk, dv);
@@ -1101,6 +1024,63 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
     Kernel::Consume(p, smem);
+  }
+}
+
+// Who takes a turn at which query tile, for one batch entry per block. Key tiles take one at every
+// query tile between the first that they or a later tile need and the last that they or an earlier
+// one need; so those of one query tile follow each other, and a tile's turn is its distance from
+// the first. Where ranges only move forward, as with sorted segments, nobody takes one in vain.
+template <class Kernel>
+__global__ void __launch_bounds__(256) PlanTurns(const __grid_constant__ BackwardParams p) {
+  __shared__ int scan[256];
+  const int b = blockIdx.x, thread = threadIdx.x, n = p.num_kv_tiles;
+  int2* takers = p.turn_takers + static_cast<int64_t>(b) * n;
+  const gpu::EntryLimits limits = gpu::LimitsOf(p.score, b);
+  for (int t = thread; t < n; t += 256) {
+    const int2 range = Kernel::QueryTiles(p, limits, b, t);
+    takers[t] = range.x < range.y ? range : make_int2(p.num_q_tiles, 0);
+  }
+  __syncthreads();
+  // The largest x of this thread and those before it.
+  auto running_max = [&](int x) {
+    scan[thread] = x;
+    __syncthreads();
+    for (int step = 1; step < 256; step *= 2) {
+      const int other = thread >= step ? scan[thread - step] : x;
+      __syncthreads();
+      x = max(x, other);
+      scan[thread] = x;
+      __syncthreads();
+    }
+    return x;
+  };
+  int last = 0, first = -p.num_q_tiles;  // of all tiles before, and minus that of all behind
+  for (int base = 0; base < n; base += 256) {
+    const int up = base + thread, down = n - 1 - up;
+    const int end = max(last, running_max(up < n ? takers[up].y : 0));
+    last = max(last, scan[255]);
+    __syncthreads();
+    const int begin = max(first, running_max(up < n ? -takers[down].x : -p.num_q_tiles));
+    first = max(first, scan[255]);
+    __syncthreads();
+    if (up < n) {
+      takers[up].y = end;
+      takers[down].x = -begin;
+    }
+    __syncthreads();
+  }
+  for (int m = thread; m < p.num_q_tiles; m += 256) {
+    int lo = 0, hi = n;  // first tile that reaches beyond m
+    while (lo < hi) {
+      const int mid = (lo + hi) / 2;
+      if (takers[mid].y <= m) {
+        lo = mid + 1;
+      } else {
+        hi = mid;
+      }
+    }
+    p.first_takers[static_cast<int64_t>(b) * p.num_q_tiles + m] = lo;
   }
 }
 

@@ -71,11 +71,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   // Counters, turns and dbias lie side by side: one memset zeroes them. dq, which follows, is as
   // large as out and dout; the kernel that reads those zeroes it.
   const int64_t dq_bytes = q_pairs * params.num_q_tiles * kTile.block_q * kHeadDim * 4;
-  constexpr bool kZerosInDelta = BWD_VARIANT & 32;
-  if (Status s = gpu::ToStatus(
-          cudaMemsetAsync(memory, 0, workspace.dq + (kZerosInDelta ? 0 : dq_bytes), stream),
-          "memset");
-      !s.ok())
+  if (Status s = gpu::ToStatus(cudaMemsetAsync(memory, 0, workspace.dq, stream), "memset"); !s.ok())
     return s;
   int* counters = reinterpret_cast<int*>(memory + workspace.counters);
   params.next_tile = counters;
@@ -129,7 +125,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
                             params.padded_q,
                             counters + 3,
                             reinterpret_cast<uint4*>(params.dq),
-                            kZerosInDelta ? dq_bytes / 16 : 0,
+                            dq_bytes / 16,
                             gpu::kDeltaRows * kHeadDim / 4};
   LaunchDelta<Element, kHeadDimV>(delta, stream);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "delta"); !s.ok()) return s;
