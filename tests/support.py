@@ -40,20 +40,35 @@ def attention(operands: dict[str, Any], options: dict[str, Any], implementation:
     return jax_fmha.attention(**operands, **options, return_lse=True, implementation=implementation)
 
 
-def run(inputs: Inputs, f: Callable[..., Any]) -> oracle.Results:
-    """Results of `f(operands, options) -> (out, lse)` by name, gradients of all differentiable operands included."""
-
-    def everything(primals: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-        (out, lse), pullback = jax.vjp(lambda p: f({**inputs.operands, **p}, inputs.options), primals)
-        (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
-        return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
-
-    results = jax.jit(everything)(inputs.differentiable(), inputs.dout, inputs.dlse)
+def run_attention(inputs: Inputs, implementation: str | None, **options: Any) -> oracle.Results:
+    """Results by name, gradients of all differentiable operands included."""
+    options = {**inputs.options, **options}
+    results = _attention_and_gradients(
+        tuple(sorted(options.items())),
+        implementation,
+        inputs.differentiable(),
+        inputs.rest(),
+        inputs.dout,
+        inputs.dlse,
+    )
     return {name: np.asarray(x) for name, x in results.items()}
 
 
-def run_attention(inputs: Inputs, implementation: str | None, **options: Any) -> oracle.Results:
-    return run(inputs, lambda operands, opts: attention(operands, {**opts, **options}, implementation))
+# One program for all values of operands of the same shapes: compiling takes most of the time of the tests.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _attention_and_gradients(
+    options: tuple[tuple[str, Any], ...],
+    implementation: str | None,
+    primals: dict[str, Any],
+    rest: dict[str, Any],
+    dout: Any,
+    dlse: Any,
+) -> dict[str, Any]:
+    (out, lse), pullback = jax.vjp(
+        lambda p: attention({**p, **rest}, dict(options), implementation), primals
+    )
+    (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
+    return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
 
 
 @functools.cache
