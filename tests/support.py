@@ -64,9 +64,7 @@ def _attention_and_gradients(
     dout: Any,
     dlse: Any,
 ) -> dict[str, Any]:
-    (out, lse), pullback = jax.vjp(
-        lambda p: attention({**p, **rest}, dict(options), implementation), primals
-    )
+    (out, lse), pullback = jax.vjp(lambda p: attention({**p, **rest}, dict(options), implementation), primals)
     (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
     return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
 
