@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 # The contract is tested on the CPU; float32 products there are exact enough for the tolerances.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -43,5 +44,18 @@ def _compile_quickly() -> None:
             return
 
 
+def _compile_once() -> tempfile.TemporaryDirectory[str] | None:
+    """Workers, examples and other fresh processes compile many programs in common. Whichever comes first stores its
+    own for the others, and the folder ends with this run: every run compiles every program.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="jax_fmha_tests_")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return folder
+
+
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _compile_quickly()
+    _programs = _compile_once()

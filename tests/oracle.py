@@ -6,11 +6,10 @@ cross where nothing may. `plain` is the yardstick of precision: the usual formul
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cases import Inputs
@@ -165,68 +164,71 @@ def _sum_to(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def plain(inputs: Inputs) -> Results:
     """The same results from the formula as one would write it in JAX: products in the operands' dtype, softmax in
-    float32, probabilities rounded to the dtype. Rows with nothing to attend are cleared at the end, so that errors can
-    be compared.
-
-    Masks and biases are broadcast first: all cases of one size then share a compiled program.
+    float32, probabilities rounded to the dtype, and what differentiation makes of it. Rows with nothing to attend are
+    cleared at the end, so that errors can be compared.
     """
     view, operands, batch = Aligned(inputs), inputs.operands, inputs.operands["query"].shape[:-3]
-    num_q_heads, seqlen_q = operands["query"].shape[-2], view.seqlen_q
-    keep = [
-        view.allowed(b, n, i)
-        for b in range(view.entries)
-        for n in range(num_q_heads)
-        for i in range(seqlen_q)
-    ]
-    scores = (view.entries, num_q_heads, seqlen_q, view.seqlen_kv)
-    bias = np.zeros(scores) if view.bias is None else view.bias
-    q, k, v, dout = (
-        x.reshape(view.entries, *x.shape[-3:])
-        for x in (operands["query"], operands["key"], operands["value"], inputs.dout)
+    dtype, num_q_heads = operands["query"].dtype, operands["query"].shape[-2]
+    entries, seqlen_q, seqlen_kv = view.entries, view.seqlen_q, view.seqlen_kv
+    group = num_q_heads // view.k.shape[2] if view.k.shape[2] else 1
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(dtype).astype(np.float32)
+
+    def heads_first(x: np.ndarray, repeats: int = 1) -> np.ndarray:
+        return np.repeat(np.swapaxes(x.astype(np.float32), 1, 2), repeats, axis=1)
+
+    def heads_last(x: np.ndarray) -> np.ndarray:
+        return np.swapaxes(x, 1, 2)
+
+    def sum_of_group(x: np.ndarray) -> np.ndarray:
+        return functools.reduce(lambda a, b: rounded(a + b), (x[:, i::group] for i in range(group)))
+
+    q, k, v = heads_first(view.q), heads_first(view.k, group), heads_first(view.v, group)
+    dout = heads_first(view.dout)
+    every = [(b, n, i) for b in range(entries) for n in range(num_q_heads) for i in range(seqlen_q)]
+    keep = np.array([view.allowed(*at) for at in every], bool).reshape(
+        entries, num_q_heads, seqlen_q, seqlen_kv
     )
-    out, lse, dq, dk, dv, dbias, dsinks = _plain(
-        q,
-        k,
-        v,
-        bias.astype(np.float32),
-        np.full(num_q_heads, -1e30, np.float32) if view.sinks is None else operands["sinks"],
-        dout,
-        view.dlse.astype(np.float32),
-        np.array(keep, bool).reshape(scores),
-        np.arange(seqlen_q) < view.q_lengths[:, None],
-        view.scale,
-        view.cap,
-    )
-    lse = np.where(np.asarray(lse) < -1e29, -np.inf, lse)
-    results = {"out": out.reshape(*batch, *out.shape[1:]), "lse": lse.reshape(*batch, *lse.shape[1:])}
-    results |= {
-        "d" + n: np.asarray(x).reshape(operands[n].shape)
-        for n, x in (("query", dq), ("key", dk), ("value", dv))
-    }
+    attends = keep.any(-1, keepdims=True)
+
+    scale = np.float32(view.scale)
+    s = q @ np.swapaxes(k, -1, -2) * scale
     if view.bias is not None:
-        dbias = _sum_to(np.asarray(dbias).reshape(*batch, *scores[1:]), operands["bias"].shape)
-        results["dbias"] = dbias.astype(operands["bias"].dtype)
+        s = s + view.bias.astype(np.float32)
+    slope = np.float32(1)
+    if view.cap is not None:
+        cap = np.float32(view.cap)
+        s = cap * np.tanh(s / cap)
+        slope = 1 - np.square(s / cap)
+    s = np.where(keep, s, np.float32(-1e30))
+    sinks = np.full(num_q_heads, -1e30) if view.sinks is None else view.sinks
+    sinks = np.broadcast_to(sinks.astype(np.float32)[:, None, None], (*s.shape[:-1], 1))
+    s = np.concatenate([s, sinks], -1)
+    top = s.max(-1, keepdims=True)
+    e = np.exp(s - top)
+    total = e.sum(-1, keepdims=True)
+    p, lse = e / total, (np.log(total) + top)[..., 0]
+    out = np.where(attends, rounded(rounded(p[..., :-1]) @ v), 0)
+
+    dout = np.where(attends, dout, 0)
+    dlse = np.where(np.arange(seqlen_q) < view.q_lengths[:, None, None], view.dlse, 0).astype(np.float32)
+    dp = np.concatenate([rounded(dout @ np.swapaxes(v, -1, -2)), np.zeros_like(sinks)], -1)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True) + dlse[..., None])
+    dsinks = ds[..., -1].sum((0, 2))
+    ds = np.where(keep, ds[..., :-1], 0) * slope
+    dq = rounded(ds * scale @ k)
+    dk = sum_of_group(rounded(np.swapaxes(ds * scale, -1, -2) @ q))
+    dv = sum_of_group(rounded(np.swapaxes(rounded(p[..., :-1]), -1, -2) @ dout))
+
+    lse = np.where(lse < -1e29, -np.inf, lse)
+    results = {"out": heads_last(out).reshape(*batch, *heads_last(out).shape[1:])}
+    results["lse"] = lse.reshape(*batch, *lse.shape[1:])
+    for name, x in (("query", dq), ("key", dk), ("value", dv)):
+        results["d" + name] = heads_last(x).reshape(operands[name].shape)
+    if view.bias is not None:
+        results["dbias"] = _sum_to(ds.reshape(*batch, *ds.shape[1:]), operands["bias"].shape)
+        results["dbias"] = results["dbias"].astype(operands["bias"].dtype)
     if view.sinks is not None:
         results["dsinks"] = dsinks
-    return {name: np.asarray(x) for name, x in results.items()}
-
-
-@jax.jit
-def _plain(q, k, v, bias, sinks, dout, dlse, keep, valid, scale, cap):
-    group = q.shape[-2] // k.shape[-2] if k.shape[-2] else 1
-
-    def forward(q, k, v, bias, sinks):
-        k, v = (jnp.repeat(x, group, axis=-2) for x in (k, v))
-        s = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * scale + bias
-        if cap is not None:
-            s = cap * jnp.tanh(s / cap)
-        s = jnp.where(keep, s, -1e30)
-        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
-        p = jax.nn.softmax(s, -1)[..., :-1]
-        out = jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), v)
-        lse = jax.nn.logsumexp(s, -1)
-        lse = jnp.where(valid[:, None], lse, jax.lax.stop_gradient(lse))
-        return jnp.where(jnp.swapaxes(keep.any(-1), 1, 2)[..., None], out, 0), lse
-
-    (out, lse), pullback = jax.vjp(forward, q, k, v, bias, sinks)
-    return out, lse, *pullback((dout, dlse))
+    return results

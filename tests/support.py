@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -30,9 +31,15 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS,
 
 
 def vjp(f: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """`jax.vjp` with both halves compiled: operation by operation the reference takes ten times as long."""
-    pull = jax.jit(lambda cotangents, *primals: jax.vjp(f, *primals)[1](cotangents))
-    return jax.jit(f)(*primals), lambda cotangents: pull(cotangents, *primals)
+    """`jax.vjp` as one compiled program: operation by operation the reference takes ten times as long."""
+
+    @jax.jit
+    def both(cotangents: Any, *primals: Any) -> tuple[Any, Any]:
+        results, pullback = jax.vjp(f, *primals)
+        return results, pullback(cotangents)
+
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(f, *primals))
+    return both(zeros, *primals)[0], lambda cotangents: both(cotangents, *primals)[1]
 
 
 def attention(operands: dict[str, Any], options: dict[str, Any], implementation: str | None) -> Any:
@@ -42,18 +49,34 @@ def attention(operands: dict[str, Any], options: dict[str, Any], implementation:
 
 def run(inputs: Inputs, f: Callable[..., Any]) -> oracle.Results:
     """Results of `f(operands, options) -> (out, lse)` by name, gradients of all differentiable operands included."""
-
-    def everything(primals: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
-        (out, lse), pullback = jax.vjp(lambda p: f({**inputs.operands, **p}, inputs.options), primals)
-        (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
-        return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
-
-    results = jax.jit(everything)(inputs.differentiable(), inputs.dout, inputs.dlse)
+    options = tuple(sorted(inputs.options.items()))
+    results = _run(f, options, inputs.differentiable(), inputs.rest(), inputs.dout, inputs.dlse)
     return {name: np.asarray(x) for name, x in results.items()}
 
 
+# One program for all values of operands of the same shapes: compiling takes most of the time of the tests.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(
+    f: Callable[..., Any],
+    options: tuple[tuple[str, Any], ...],
+    primals: dict[str, Any],
+    rest: dict[str, Any],
+    dout: Any,
+    dlse: Any,
+) -> dict[str, Any]:
+    (out, lse), pullback = jax.vjp(lambda p: f({**p, **rest}, dict(options)), primals)
+    (grads,) = pullback((dout, jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)))
+    return {"out": out, "lse": lse, **{"d" + name: g for name, g in grads.items()}}
+
+
 def run_attention(inputs: Inputs, implementation: str | None, **options: Any) -> oracle.Results:
-    return run(inputs, lambda operands, opts: attention(operands, {**opts, **options}, implementation))
+    inputs = dataclasses.replace(inputs, options={**inputs.options, **options})
+    return run(inputs, _attention_by(implementation))
+
+
+@functools.cache
+def _attention_by(implementation: str | None) -> Callable[..., Any]:
+    return lambda operands, options: attention(operands, options, implementation)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,37 +85,39 @@ def test_rules_are_evaluated_a_few_tiles_at_a_time() -> None:
     assert tiled.tiles[0].sum(-1).tolist() == [32, 32]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def results(implementation: str | None, mask: Any, q: Any, k: Any, v: Any) -> Any:
+    """Results and all gradients, with segments and a causal band besides."""
+    ids = jax_fmha.SegmentIds(jnp.arange(50) // 20, jnp.arange(61) // 25)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out, lse = jax_fmha.attention(
+            q,
+            k,
+            v,
+            mask=mask,
+            is_causal=True,
+            query_offset=11,
+            segment_ids=ids,
+            return_lse=True,
+            implementation=implementation,
+        )
+        return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0).sum(), (out, lse)
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize(("heads", "batch"), [(1, ()), (4, (1,)), (4, (2,))], ids=str)
 @each_implementation
 def test_same_as_dense(kind: Any, heads: int, batch: tuple[int, ...], implementation: str | None) -> None:
-    """Results and all gradients, with segments and a causal band besides."""
     r = np.random.RandomState(1)
     q, k, v = (
         jnp.asarray(r.standard_normal((2, n, h, 8)), jnp.float32) for n, h in ((50, 4), (61, 2), (61, 2))
     )
-    ids = jax_fmha.SegmentIds(jnp.arange(50) // 20, jnp.arange(61) // 25)
     mask = mask_of((*batch, heads, 50, 61))
-
-    def f(mask: Any, q: Any, k: Any, v: Any) -> Any:
-        def loss(q: Any, k: Any, v: Any) -> Any:
-            out, lse = jax_fmha.attention(
-                q,
-                k,
-                v,
-                mask=mask,
-                is_causal=True,
-                query_offset=11,
-                segment_ids=ids,
-                return_lse=True,
-                implementation=implementation,
-            )
-            return jnp.sin(out).sum() + jnp.where(jnp.isfinite(lse), jnp.cos(lse), 0).sum(), (out, lse)
-
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
-
-    got = jax.jit(f)(TileMask.from_array(kind(mask), TILE), q, k, v)
-    check_close(got, jax.jit(f)(jnp.asarray(mask), q, k, v))
+    got = results(implementation, TileMask.from_array(kind(mask), TILE), q, k, v)
+    check_close(got, results(implementation, jnp.asarray(mask), q, k, v))
 
 
 def test_vmap_over_masks() -> None:

@@ -46,7 +46,7 @@ def run(kind: str) -> None:
     options = KINDS[kind]
     got = jax.grad(lambda q: jax_fmha.attention(q, k, v, **options).sum())(q)
     options = options | {"implementation": "xla"}
-    want = jax.grad(lambda q: jax_fmha.attention(q, k, v, **options).sum())(q)
+    want = jax.jit(jax.grad(lambda q: jax_fmha.attention(q, k, v, **options).sum()))(q)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
