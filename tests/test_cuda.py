@@ -130,14 +130,28 @@ def test_blackwell_takes_16_bits(head_dim: int, head_dim_v: int, capability: Any
     ("operands", "reason"),
     [
         (qkv(dtype=jnp.float32), "dtype float32"),
-        (qkv(200, 128), "head_dim 200: only multiples of 8 up to 192"),
-        (qkv(192), "value's head_dim 192: only multiples of 8 up to 128"),
+        (qkv(264), "head_dim 264"),
+        (qkv(64, 60), "value's head_dim 60"),
     ],
 )
 def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
     explanation = explain(*operands, platform="cuda", compute_capability="10.0")
     assert explanation.kernel == (None, None)
     assert all(reason in explanation.refusals[name] for name in BLACKWELL_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "reason"),
+    [
+        (256, 256, "head_dim 256: only multiples of 8 up to 192"),
+        (200, 128, "head_dim 200: only multiples of 8 up to 192"),
+        (192, 192, "value's head_dim 192: only multiples of 8 up to 128"),
+    ],
+)
+def test_blackwell_has_no_backward_of_large_heads(head_dim: int, head_dim_v: int, reason: str):
+    explanation = blackwell(*qkv(head_dim, head_dim_v))
+    assert explanation.kernel == (BLACKWELL_KERNELS[0], None)
+    assert reason in explanation.refusals[BLACKWELL_KERNELS[1]]
 
 
 def test_blackwell_12_has_no_tensor_memory():
