@@ -59,7 +59,7 @@ class Part:
 def parts(shards: int) -> list[Part]:
     return [
         Part(head_dim, dtype, mode, shard, shards)
-        for head_dim, dtype, mode, shard in itertools.product(HEAD_DIMS, DTYPES, MODES, range(shards))
+        for dtype, mode, head_dim, shard in itertools.product(DTYPES, MODES, HEAD_DIMS, range(shards))
     ]
 
 
