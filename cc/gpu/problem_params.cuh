@@ -287,6 +287,7 @@ __device__ __forceinline__ int FirstSeen(const TileWord* line, int n, int end) {
 
 __device__ __forceinline__ int CountSeen(const TileWord* line, int begin, int end) {
   if (line == nullptr) return end - begin;
+  if (begin >= end) return 0;  // an empty range may begin anywhere, also past the line
   int count = 0;
   for (int first = begin / kWordTiles * kWordTiles; first < end; first += kWordTiles) {
     uint32_t seen = line[first / kWordTiles].seen;
