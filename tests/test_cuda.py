@@ -36,6 +36,10 @@ def hopper(*args: Any, **kwargs: Any) -> Any:
     return explain(*args, **kwargs, platform="cuda", compute_capability="9.0")
 
 
+def blackwell(*args: Any, **kwargs: Any) -> Any:
+    return explain(*args, **kwargs, platform="cuda", compute_capability="10.0")
+
+
 def lowered(f: Any, *args: Any) -> str:
     return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -71,8 +75,9 @@ def test_hopper_takes_16_bits(head_dim: int, dtype: Any):
         "sinks",
     ],
 )
-def test_hopper_takes_every_option(options: dict[str, Any]):
+def test_every_option_is_taken(options: dict[str, Any]):
     assert hopper(*qkv(), **options).kernel == KERNELS
+    assert blackwell(*qkv(), **options).kernel == BLACKWELL_KERNELS
 
 
 @pytest.mark.parametrize(
@@ -92,11 +97,14 @@ def test_hopper_refuses_with_a_reason(operands: list[Any], reason: str):
         lowered(attention, *operands)
 
 
-def test_hopper_does_not_order_sums_of_a_shared_bias():
+def test_sums_of_a_shared_bias_are_not_ordered():
     bias = SPEC((1, 4, 256, 320), jnp.bfloat16)
-    explanation = hopper(*qkv(), bias, deterministic=True)
-    assert explanation.kernel == ("sm90_forward", None)
-    assert "gradient of bias that is summed over a dimension" in explanation.refusals["sm90_backward"]
+    for explanation, (forward, backward) in (
+        (hopper(*qkv(), bias, deterministic=True), KERNELS),
+        (blackwell(*qkv(), bias, deterministic=True), BLACKWELL_KERNELS),
+    ):
+        assert explanation.kernel == (forward, None)
+        assert "gradient of bias that is summed over a dimension" in explanation.refusals[backward]
 
 
 @pytest.mark.parametrize("capability", ["8.0", 8.9, 12.0])
@@ -122,8 +130,8 @@ def test_blackwell_takes_16_bits(head_dim: int, head_dim_v: int, capability: Any
     ("operands", "reason"),
     [
         (qkv(dtype=jnp.float32), "dtype float32"),
-        (qkv(200, 128), "head_dim 200: only multiples of 8 up to 192"),
-        (qkv(192), "value's head_dim 192: only multiples of 8 up to 128"),
+        (qkv(264), "head_dim 264"),
+        (qkv(64, 60), "value's head_dim 60"),
     ],
 )
 def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
@@ -132,20 +140,18 @@ def test_blackwell_refuses_with_a_reason(operands: list[Any], reason: str):
     assert all(reason in explanation.refusals[name] for name in BLACKWELL_KERNELS)
 
 
-def test_blackwell_backward_refuses_segments_in_fixed_order():
-    explanation = explain(
-        *qkv(), segment_ids=SEGMENTS, deterministic=True, platform="cuda", compute_capability="10.0"
-    )
-    assert explanation.kernel == ("sm100_forward", None)
-    assert "deterministic=True with segment_ids" in explanation.refusals["sm100_backward"]
-
-
-def test_blackwell_refuses_tile_masks():
-    explanation = explain(*qkv(), mask=TILES, platform="cuda", compute_capability="10.0")
-    assert explanation.kernel == (None, None)
-    assert all(
-        "a tile mask: pass a dense bool mask" in explanation.refusals[name] for name in BLACKWELL_KERNELS
-    )
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "reason"),
+    [
+        (256, 256, "head_dim 256: only multiples of 8 up to 192"),
+        (200, 128, "head_dim 200: only multiples of 8 up to 192"),
+        (192, 192, "value's head_dim 192: only multiples of 8 up to 128"),
+    ],
+)
+def test_blackwell_has_no_backward_of_large_heads(head_dim: int, head_dim_v: int, reason: str):
+    explanation = blackwell(*qkv(head_dim, head_dim_v))
+    assert explanation.kernel == (BLACKWELL_KERNELS[0], None)
+    assert reason in explanation.refusals[BLACKWELL_KERNELS[1]]
 
 
 def test_blackwell_12_has_no_tensor_memory():

@@ -81,7 +81,7 @@ def test_nothing_that_went_wrong_is_lost(code: int, out: str, err: str, failure:
 
 def test_every_case_is_asked_for_in_every_combination():
     parts = blackwell.parts(2)
-    assert len(set(parts)) == len(parts) == 4 * 2 * 2 * 2
+    assert len(set(parts)) == len(parts) == 5 * 2 * 2 * 2
     assert {part.environment()["SHARD"] for part in parts} == {"0/2", "1/2"}
 
 

@@ -36,7 +36,7 @@ inline ForwardParams MakeForwardParams(const Problem& problem, const Operands& o
 // Carves ForwardWorkspaceBytes: two zeroed counters, the next tile and how many strips to repair;
 // with segments the strips and the plan, and what a mask says of tiles of block_q by block_kv.
 inline Status PlanForward(const Problem& problem, const Launch& launch, int block_q, int block_kv,
-                          ForwardParams* params) {
+                          ForwardParams* params, int value_parts = 1) {
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   char* workspace = static_cast<char*>(launch.workspace);
   int* counters = reinterpret_cast<int*>(workspace);
@@ -46,7 +46,7 @@ inline Status PlanForward(const Problem& problem, const Launch& launch, int bloc
   workspace += kForwardCounterBytes;
   if (problem.has_segment_ids) {
     params->repair = {counters + 1, reinterpret_cast<Strip*>(workspace)};
-    workspace += RepairListBytes(problem);
+    workspace += value_parts * RepairListBytes(problem);
     const cudaError_t error = RunSegmentPlan(params->score, workspace, stream, &params->score.plan);
     if (Status s = ToStatus(error, "segment plan"); !s.ok()) return s;
     workspace += SegmentPlanBytes(problem);

@@ -88,9 +88,12 @@ inline int64_t RepairListBytes(const Problem& p) {
 
 inline constexpr int64_t kForwardCounterBytes = 16;
 
-// Counters, with segments the list of strips and their plan, with a mask its plan by tile.
-inline int64_t ForwardWorkspaceBytes(const Problem& p, int block_q, int block_kv) {
-  const int64_t segments = p.has_segment_ids ? RepairListBytes(p) + SegmentPlanBytes(p) : 0;
+// Counters, with segments the list of strips and their plan, with a mask its plan by tile. A strip
+// may be reported by each of the blocks that share out its columns.
+inline int64_t ForwardWorkspaceBytes(const Problem& p, int block_q, int block_kv,
+                                     int value_parts = 1) {
+  const int64_t segments =
+      p.has_segment_ids ? value_parts * RepairListBytes(p) + SegmentPlanBytes(p) : 0;
   return kForwardCounterBytes + segments +
          MaskPlanBytes(p, CeilDiv(p.seqlen_q, block_q), CeilDiv(p.seqlen_kv, block_kv));
 }

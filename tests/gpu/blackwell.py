@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAD_DIMS = (64, 96, 128, 192)  # values of 192 have 128
+HEAD_DIMS = (64, 96, 128, 192, 256)  # values of 192 have 128
 DTYPES = ("bfloat16", "float16")
 MODES = ("eager", "deferred")
 KERNELS = {"sm100_forward": "out", "sm100_backward": "dq"}  # and a result that each has
@@ -59,7 +59,7 @@ class Part:
 def parts(shards: int) -> list[Part]:
     return [
         Part(head_dim, dtype, mode, shard, shards)
-        for head_dim, dtype, mode, shard in itertools.product(HEAD_DIMS, DTYPES, MODES, range(shards))
+        for dtype, mode, head_dim, shard in itertools.product(DTYPES, MODES, HEAD_DIMS, range(shards))
     ]
 
 

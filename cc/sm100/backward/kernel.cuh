@@ -638,68 +638,47 @@ struct BackwardKernel {
 
   static constexpr int kChunk = 16;  // queries that a thread has dS of at a time
 
-  // Where dbias lies of a batch entry and head.
-  static __device__ __forceinline__ float* BiasGradientOf(const BackwardParams& p,
-                                                          const TileInfo& info, int head) {
-    const ScoreStrides& strides = p.score.bias_strides;
-    return p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry + head * strides.head;
-  }
-
-  static __device__ __forceinline__ void AddUnlessZero(float* to, float x) {
-    if (x != 0.f) atomicAdd(to, x);
-  }
-
-  // Adds dS of a chunk of queries to dbias; what the keys of a warp share, the warp sums first. A
-  // bias without rows is left to AddBiasSum. Uses up dS.
+  // Adds dS of a chunk of queries to dbias; what keys of a warp or queries of the chunk share is
+  // summed first. Uses up dS.
   static __device__ __forceinline__ void AddBiasGradient(const BackwardParams& p,
-                                                         const TileInfo& info, const Key& key,
-                                                         int head, int q_first, float (&ds)[kChunk],
-                                                         float& sum) {
+                                                         const TileInfo& info, int key, int head,
+                                                         int q_first, float (&ds)[kChunk]) {
     const gpu::ScoreParams& sp = p.score;
     const ScoreStrides& strides = sp.bias_strides;
+    const int lane = threadIdx.x % 32;
+    float* to = p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry +
+                head * strides.head + q_first * strides.row + key * strides.col;
+    auto add = [](bool is_inside, float* at, float x) {
+      if (is_inside && x != 0.f) atomicAdd(at, x);
+    };
     if (strides.row == 0) {
+      float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) sum += ds[i];
-      return;
-    }
-    float* to = BiasGradientOf(p, info, head) + q_first * strides.row;
-    if (strides.col != 0) {
-      to += key.index * strides.col;
+      if (strides.col == 0) {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) {
-        if (key.index < sp.seqlen_kv && q_first + i < sp.seqlen_q)
-          AddUnlessZero(to + i * strides.row, ds[i]);
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
       }
-      return;
-    }
-    // Lanes exchange halves of their queries until each has one, of 16 keys; then pairs add up.
-    const int lane = threadIdx.x % 32;
+      add(strides.col == 0 ? lane == 0 : key < sp.seqlen_kv, to, sum);
+    } else if (strides.col == 0) {
+      // Lanes exchange halves of their queries until each has one, of 16 keys; then pairs add up.
+      static_assert(kChunk == 16);
 #pragma unroll
-    for (int n = kChunk / 2; n > 0; n /= 2) {
-      const bool is_upper = lane & 2 * n;
+      for (int n = kChunk / 2; n > 0; n /= 2) {
+        const bool is_upper = lane & 2 * n;
 #pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const float sent = is_upper ? ds[i] : ds[i + n], kept = is_upper ? ds[i + n] : ds[i];
-        ds[i] = kept + __shfl_xor_sync(0xffffffff, sent, 2 * n);
+        for (int i = 0; i < n; ++i) {
+          const float sent = is_upper ? ds[i] : ds[i + n], kept = is_upper ? ds[i + n] : ds[i];
+          ds[i] = kept + __shfl_xor_sync(0xffffffff, sent, 2 * n);
+        }
       }
-    }
-    const float x = ds[0] + __shfl_xor_sync(0xffffffff, ds[0], 1);
-    if (lane % 2 == 0 && q_first + lane / 2 < sp.seqlen_q)
-      AddUnlessZero(to + lane / 2 * strides.row, x);
-  }
-  static_assert(kChunk == 16);
-
-  // Adds the sum over a step's queries, for a bias that they share.
-  static __device__ __forceinline__ void AddBiasSum(const BackwardParams& p, const TileInfo& info,
-                                                    const Key& key, int head, float sum) {
-    float* to = BiasGradientOf(p, info, head);
-    if (p.score.bias_strides.col != 0) {
-      if (key.index < p.score.seqlen_kv) AddUnlessZero(to + key.index, sum);
-      return;
-    }
+      const float sum = ds[0] + __shfl_xor_sync(0xffffffff, ds[0], 1);
+      const int query = lane / 2;
+      add(lane % 2 == 0 && q_first + query < sp.seqlen_q, to + query * strides.row, sum);
+    } else if (key < sp.seqlen_kv) {
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-    if (threadIdx.x % 32 == 0) AddUnlessZero(to, sum);
+      for (int i = 0; i < kChunk; ++i) add(q_first + i < sp.seqlen_q, to + i * strides.row, ds[i]);
+    }
   }
 
   // A half of dS of this thread's key, as LayoutDs has it: rows of 128 bytes, whose pieces of 16
@@ -766,7 +745,6 @@ struct BackwardKernel {
         WaitTmem(&smem.dp_full, phase);
         // One chunk of columns is on its way while another is worked on.
         float chunks[2][kChunk];
-        [[maybe_unused]] float bias_sum = 0.f;
         LoadColumns(dp_at, chunks[0]);
 #pragma unroll
         for (int c = 0; c < kQueries; c += kChunk) {
@@ -803,13 +781,8 @@ struct BackwardKernel {
           }
           Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
           if constexpr (kHasElements) {
-            if (p.dbias != nullptr)
-              AddBiasGradient(p, info, key, step.head, q_first + c, dp, bias_sum);
+            if (p.dbias != nullptr) AddBiasGradient(p, info, key.index, step.head, q_first + c, dp);
           }
-        }
-        if constexpr (kHasElements) {
-          if (p.dbias != nullptr && sp.bias_strides.row == 0)
-            AddBiasSum(p, info, key, step.head, bias_sum);
         }
         StoreColumns(ds_at, packed);
         StoreDs(smem.ds, half, thread, packed);

@@ -11,7 +11,9 @@ enum class ForwardMode {
 };
 
 // Head dims up to (head_dim, head_dim_v) are zero-filled to it. Every tile is two groups of
-// kRows query rows by kRows keys: a row of scores is a lane of tensor memory.
+// kRows query rows by kRows keys: a row of scores is a lane of tensor memory. Wider values are
+// worked on in parts of head_dim_v columns, each by a tile of its own that computes the scores
+// anew.
 struct ForwardTile {
   int head_dim, head_dim_v;
   int k_stages, v_stages;
@@ -26,9 +28,14 @@ inline constexpr int kBoxCols = 64;  // columns of one swizzled box of shared me
 constexpr ForwardTile TileOf(int head_dim, int head_dim_v) {
   if (head_dim <= 64 && head_dim_v <= 64) return {64, 64, 3, 3};
   if (head_dim <= 128 && head_dim_v <= 128) return {128, 128, 2, 2};
-  return {192, 128, 2, 1};
+  if (head_dim <= 192 && head_dim_v <= 128) return {192, 128, 2, 1};
+  return {256, 128, 1, 1};
 }
 
-inline constexpr int kMaxHeadDim = 192, kMaxHeadDimV = 128;
+constexpr int NumValueParts(int head_dim_v, const ForwardTile& tile) {
+  return (head_dim_v + tile.head_dim_v - 1) / tile.head_dim_v;
+}
+
+inline constexpr int kMaxHeadDim = 256, kMaxHeadDimV = 256;
 
 }  // namespace jax_fmha::sm100

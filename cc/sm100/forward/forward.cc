@@ -23,7 +23,10 @@ std::string Refusal(const Problem& problem, const Device& device) {
 }
 
 int64_t Workspace(const Problem& problem, const Device&) {
-  return gpu::ForwardWorkspaceBytes(problem, kGroups * kRows, kRows);
+  const int head_dim_v = static_cast<int>(problem.head_dim_v);
+  const ForwardTile tile = TileOf(static_cast<int>(problem.head_dim), head_dim_v);
+  return gpu::ForwardWorkspaceBytes(problem, kGroups * kRows, kRows,
+                                    NumValueParts(head_dim_v, tile));
 }
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {

@@ -77,7 +77,29 @@ struct ForwardKernel {
   using LayoutP = decltype(UMMA::tile_to_mma_shape(
       AtomK{}, partition_shape_A(MmaPV{}, Shape<Int<kRows>, Int<kKeys>>{})));
 
-  using TileInfo = gpu::ForwardTileInfo;
+  // Head dims for which values may be wider than a tile.
+  static constexpr bool kSplitsValues = kHeadDim > 192;
+  struct PartInfo : gpu::ForwardTileInfo {
+    int v_column;  // first of the values' columns
+  };
+  using TileInfo = std::conditional_t<kSplitsValues, PartInfo, gpu::ForwardTileInfo>;
+
+  static __device__ __forceinline__ int ValueColumn(const TileInfo& info) {
+    if constexpr (kSplitsValues) return info.v_column;
+    return 0;
+  }
+
+  // Parts of one tile of queries are numbered one after the other, and share keys in L2.
+  static __device__ __forceinline__ TileInfo DescribeTile(const ForwardParams& p, int tile) {
+    const int parts = kSplitsValues ? (p.score.head_dim_v + kHeadDimV - 1) / kHeadDimV : 1;
+    TileInfo info;
+    static_cast<gpu::ForwardTileInfo&>(info) =
+        gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(
+            p.score, p.order, tile / parts);
+    if constexpr (kSplitsValues) info.v_column = tile % parts * kHeadDimV;
+    return info;
+  }
+
   static constexpr int kInfoSlots = 2;
   static constexpr int kInfoReaders = 13;  // warps
 
@@ -175,9 +197,7 @@ struct ForwardKernel {
     int tile = blockIdx.x;
     while (tile < p.order.num_tiles) {
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info =
-          gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(s, p.order,
-                                                                                       tile);
+      const TileInfo info = DescribeTile(p, tile);
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
       smem.info[slot.stage] = info;
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
@@ -201,7 +221,8 @@ struct ForwardKernel {
         const int first = info.kv_first + n * kKeys;
         gpu::Wait(&smem.v_ring.empty[v_state.stage], v_state.phase);
         LoadTile<kHeadDimV>(smem.v[v_state.stage], tensors.v, &smem.v_ring.full[v_state.stage],
-                            first, min(kKeys, info.kv_end - first), s.seqlen_kv, kv_head, v_entry);
+                            first, min(kKeys, info.kv_end - first), s.seqlen_kv, kv_head, v_entry,
+                            ValueColumn(info));
         v_state.Next();
       };
       if (info.num_kv_tiles > 0) {
@@ -585,14 +606,16 @@ struct ForwardKernel {
     const gpu::ScoreParams& sp = p.score;
     const float norm = gpu::CloseRow(sp, info, sum, top);
     const bool is_row = row < sp.seqlen_q;
-    if (is_row) {
+    const int column = ValueColumn(info);
+    if (is_row && column == 0) {
       const int64_t pair = static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head;
       p.lse[pair * sp.seqlen_q + row] = gpu::LseOf(sum, top);
     }
     Element* to =
         static_cast<Element*>(p.out) +
         ((static_cast<int64_t>(info.batch) * sp.seqlen_q + row) * sp.num_q_heads + info.head) *
-            sp.head_dim_v;
+            sp.head_dim_v +
+        column;
     bool is_nan = false;
 #pragma unroll 1
     for (int c = 0; c < kHeadDimV; c += 32) {
@@ -610,7 +633,7 @@ struct ForwardKernel {
         }
         uint32_t packed[4];
         Pack<Element>(o + i, packed);
-        if (is_row && c + i < sp.head_dim_v) {
+        if (is_row && column + c + i < sp.head_dim_v) {
           *reinterpret_cast<uint4*>(to + c + i) =
               make_uint4(packed[0], packed[1], packed[2], packed[3]);
         }

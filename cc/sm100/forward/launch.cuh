@@ -39,7 +39,9 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
   ForwardTensors tensors{};
   if (Status s = EncodeForward(problem, operands, &tensors); !s.ok()) return s;
 
-  if (Status s = gpu::PlanForward(problem, launch, kGroups * kRows, kRows, &params); !s.ok())
+  const int parts = NumValueParts(static_cast<int>(problem.head_dim_v), kTile);
+  params.order.num_tiles *= parts;
+  if (Status s = gpu::PlanForward(problem, launch, kGroups * kRows, kRows, &params, parts); !s.ok())
     return s;
 
   constexpr int kSmemBytes = sizeof(typename Kernel::SharedStorage);

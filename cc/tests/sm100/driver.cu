@@ -27,5 +27,5 @@ static const Kernel* KernelOf(const Problem& problem, const Device& device, std:
 }  // namespace jax_fmha
 
 #define DRIVER_CAPABILITY 100
-#define DRIVER_MAX_HEAD_DIM_V 128
+#define DRIVER_HEAD_DIM_V(head_dim) (head_dim == 192 ? 128 : head_dim)  // as in MLA
 #include "cc/tests/sm90/driver.cu"
