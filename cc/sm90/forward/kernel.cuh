@@ -194,10 +194,6 @@ struct ForwardKernel {
 
   static constexpr int kScoreRegs = kBlockKv / 2, kOutRegs = kHeadDimV / 2;
 
-  struct Span {  // of keys
-    int begin, end;
-  };
-
   struct Rows {  // of this thread: `first`, and 8 further on
     int first;
     int2 interval[2];
@@ -271,10 +267,9 @@ struct ForwardKernel {
   // Scores of one key tile: scale, bias and soft cap where they cannot be folded into the exponent,
   // then masks.
   static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      const Span& full, float scale, float cap,
-                                                      bool is_transformed, const Rows& rows,
-                                                      int kv_first, bool is_masked,
-                                                      float (&s)[kScoreRegs]) {
+                                                      float scale, float cap, bool is_transformed,
+                                                      const Rows& rows, int kv_first,
+                                                      bool is_masked, float (&s)[kScoreRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const int col = 2 * (threadIdx.x % 4);
     if (is_transformed) {
@@ -296,7 +291,7 @@ struct ForwardKernel {
         for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
       }
     }
-    if (kv_first < full.begin || kv_first + kBlockKv > full.end || is_masked) {
+    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end || is_masked) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int lo = rows.interval[r].x - kv_first - col;
@@ -351,10 +346,8 @@ struct ForwardKernel {
     Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), LayoutVt{});
     MmaQK mma_qk;
     MmaPV mma_pv;
-    // Descriptors are those of the whole warpgroup: of a thread that the compiler knows to be the
-    // same in all of it, they stay in uniform registers.
-    auto thread_qk = mma_qk.get_slice(group * 128);
-    auto thread_pv = mma_pv.get_slice(group * 128);
+    auto thread_qk = mma_qk.get_slice(thread);
+    auto thread_pv = mma_pv.get_slice(thread);
     Tensor tSrQ = thread_qk.partition_fragment_A(sQ);
     Tensor tSrK = thread_qk.partition_fragment_B(sK);
     Tensor tOrV = thread_pv.partition_fragment_B(sVt);
@@ -412,9 +405,6 @@ struct ForwardKernel {
       for (int r = 0; r < 2; ++r) {
         rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, rows.index(r));
       }
-      // In registers, and in those of the whole warp: the loop has none to spare.
-      const Span full = {__shfl_sync(0xffffffff, info.full_begin, 0),
-                         __shfl_sync(0xffffffff, info.full_end, 0)};
       gpu::RowStats stats;
       float rescale[2];
       if (info.num_kv_tiles > 0) {
@@ -437,7 +427,7 @@ struct ForwardKernel {
         warpgroup_fence_operand(tSrS);
         release(&smem.k_ring.empty[k_state.stage]);
         k_state.Next();
-        FinishScores(p, info, full, scale, cap, is_transformed, rows, kv_first, is_masked, s);
+        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
         gpu::OnlineSoftmax(s, factor, stats, rescale);
         convert();
         bool accumulates = false;
@@ -457,7 +447,7 @@ struct ForwardKernel {
           warpgroup_fence_operand(tSrS);
           release(&smem.k_ring.empty[k_state.stage]);
           k_state.Next();
-          FinishScores(p, info, full, scale, cap, is_transformed, rows, kv_first, is_masked, s);
+          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
           gpu::OnlineSoftmax(s, factor, stats, rescale);
           // ptxas would move the wait in front of the softmax, which is to run under the value
           // product: a branch that needs the sums holds it back. They are never negative.
