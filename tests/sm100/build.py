@@ -78,6 +78,7 @@ class Builder:
     def compile_plain(self, name: str, source: Path, options: Sequence[str]) -> Path:
         """The object file of a source that is compiled as it is."""
         target = self.folder / f"{name}.steps" / ("-".join(source.parts[-3:]) + ".o")
+        target.parent.mkdir(parents=True, exist_ok=True)
         command = ["nvcc", *self.flags, *options, "-gencode", "arch=compute_90a,code=sm_90a"]
         toolchain.run([*command, "-c", str(source), "-o", str(target)])
         return target
