@@ -67,21 +67,22 @@ def in_16_bits(inputs: Inputs) -> Inputs:
 
 
 def check_unused_rows_hold_anything() -> str:
-    """NaN in every row without a partner changes no bit."""
-    ran = 0
+    """NaN in every row without a partner changes nothing. Where only lengths part rows, not one bit; rows of segments
+    that a NaN may have reached are computed again, with sums in another order.
+    """
     for name in LENGTHS + SEGMENTS:
         inputs = fitted(BY_NAME[name]).make(np.float32)
         pairs = isolated(inputs)
         bad = poisoned(inputs, ~pairs.any(-1), ~pairs.any(-2), np.nan)
         got, want = (run(in_16_bits(x), _attention) for x in (bad, inputs))
-        # Added in the order in which blocks finish, where several share a row of it.
-        for unordered in got.keys() & {"dquery", "dbias"}:
-            pair = [result.pop(unordered).astype(np.float32) for result in (got, want)]
-            np.testing.assert_allclose(*pair, rtol=2e-2, atol=2e-2, err_msg=name)
-        check_equal(got, want)
         assert np.isfinite(got["out"].astype(np.float32)).all(), name
-        ran += 1
-    return f"{ran} cases"
+        for result, x in got.items():
+            # Added in the order in which blocks finish, where several share a row of it.
+            if name in LENGTHS and result not in ("dquery", "dbias"):
+                assert x.tobytes() == want[result].tobytes(), (name, result)
+            pair = [y.astype(np.float32) for y in (x, want[result])]
+            np.testing.assert_allclose(*pair, rtol=2e-2, atol=2e-2, err_msg=f"{name} {result}")
+    return f"{len(LENGTHS + SEGMENTS)} cases"
 
 
 def _attention(operands: Any, options: Any) -> Any:

@@ -1028,6 +1028,7 @@ __global__ void __launch_bounds__(256)
   const float4* from = reinterpret_cast<const float4*>(p.dq + static_cast<int64_t>(blockIdx.x) *
                                                                   (kRows * Kernel::kHeadDim));
   const float scale = gpu::ScaleOf(s, b);
+  const int q_length = gpu::LimitsOf(s, b).q_length;
   if (threadIdx.x == 0) bad_strips = 0;
   __syncthreads();
 #pragma unroll 4
@@ -1040,7 +1041,8 @@ __global__ void __launch_bounds__(256)
     bool is_nan = false;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      z[c] *= scale;
+      // A product adds 0 * NaN to rows past their length, beside a key that is NaN.
+      z[c] = query < q_length ? z[c] * scale : 0.f;
       is_nan |= z[c] != z[c];
     }
     uint32_t packed[4];

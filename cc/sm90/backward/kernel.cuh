@@ -1097,29 +1097,32 @@ __global__ void __launch_bounds__(256)
   const float4* from = reinterpret_cast<const float4*>(
       p.dq + static_cast<int64_t>(blockIdx.x) * (Kernel::kBlockQ * Kernel::kHeadDim));
   const float scale = gpu::ScaleOf(s, b);
+  const int q_length = gpu::LimitsOf(s, b).q_length;
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  const int column = Kernel::kDqByRows ? 0 : group * Kernel::kDqCols;
+  const int row = m * Kernel::kBlockQ + (Kernel::kDqByRows ? group * 64 : 0) +
+                  threadIdx.x % 128 / 32 * 16 + lane / 4;
+  // A product adds 0 * NaN to rows past their length, beside a key that is NaN.
+  const bool is_seen[2] = {row < q_length, row + 8 < q_length};
   float x[kRegs];
   bool is_nan = false;
 #pragma unroll
   for (int i = 0; i < kRegs / 4; ++i) {
     const float4 y = from[(threadIdx.x / 128 * (kRegs / 4) + i) * 128 + threadIdx.x % 128];
-    x[i * 4] = y.x * scale;
-    x[i * 4 + 1] = y.y * scale;
-    x[i * 4 + 2] = y.z * scale;
-    x[i * 4 + 3] = y.w * scale;
+    x[i * 4] = is_seen[0] ? y.x * scale : 0.f;
+    x[i * 4 + 1] = is_seen[0] ? y.y * scale : 0.f;
+    x[i * 4 + 2] = is_seen[1] ? y.z * scale : 0.f;
+    x[i * 4 + 3] = is_seen[1] ? y.w * scale : 0.f;
 #pragma unroll
     for (int c = 0; c < 4; ++c) is_nan |= x[i * 4 + c] != x[i * 4 + c];
   }
-  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
-  const int column = Kernel::kDqByRows ? 0 : group * Kernel::kDqCols;
   Element* rows[2];
-  int row = 0;
 #pragma unroll
-  for (int r = 1; r >= 0; --r) {
-    row = m * Kernel::kBlockQ + (Kernel::kDqByRows ? group * 64 : 0) + threadIdx.x % 128 / 32 * 16 +
-          lane / 4 + 8 * r;
-    rows[r] = row < s.seqlen_q
+  for (int r = 0; r < 2; ++r) {
+    const int to = row + 8 * r;
+    rows[r] = to < s.seqlen_q
                   ? static_cast<Element*>(dq) +
-                        ((static_cast<int64_t>(b) * s.seqlen_q + row) * s.num_q_heads + head) *
+                        ((static_cast<int64_t>(b) * s.seqlen_q + to) * s.num_q_heads + head) *
                             s.head_dim +
                         column
                   : nullptr;
