@@ -147,7 +147,7 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
         done = list(pool.map(tool, TOOLS))
     failures = [
-        f"{name} ended with {code}: {text[:3000]}"
+        f"{name} ended with {code}: {text_of_reports(text)}"
         for name, code, text in done
         if code != 0 and not (name == "racecheck" and only_ordered_bulk_copies(text))
     ]
@@ -156,6 +156,12 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
         "failures": failures,
         "notes": [f"{name}: {summary(text)}" for name, _, text in done],
     }
+
+
+def text_of_reports(text: str) -> str:
+    """The first line of each kind of report, with how often it comes, and the beginning of all."""
+    kinds = collections.Counter(line.split("+0x")[0] for line in text.splitlines() if "Error: " in line)
+    return "\n".join([*(f"{n} x {line[:300]}" for line, n in kinds.most_common(12)), text[:2000]])
 
 
 def only_ordered_bulk_copies(text: str) -> bool:
