@@ -677,7 +677,7 @@ struct BackwardKernel {
       add(lane % 2 == 0 && q_first + query < sp.seqlen_q, to + query * strides.row, sum);
     } else if (key < sp.seqlen_kv) {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) add(q_first + i < sp.seqlen_q, to + i * strides.row, ds[i]);
+      for (int i = 0; i < kChunk; ++i, to += strides.row) add(q_first + i < sp.seqlen_q, to, ds[i]);
     }
   }
 
@@ -743,46 +743,58 @@ struct BackwardKernel {
         ArriveTmem(&smem.p_full);
 
         WaitTmem(&smem.dp_full, phase);
-        // One chunk of columns is on its way while another is worked on.
-        float chunks[2][kChunk];
-        LoadColumns(dp_at, chunks[0]);
+        auto compute_ds = [&](auto has_dbias) {
+          // One chunk of columns is on its way while another is worked on.
+          float chunks[2][kChunk];
+          LoadColumns(dp_at, chunks[0]);
 #pragma unroll
-        for (int c = 0; c < kQueries; c += kChunk) {
-          float (&dp)[kChunk] = chunks[c / kChunk % 2];
-          WaitLoads();
-          if (c + kChunk < kQueries) LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);
+          for (int c = 0; c < kQueries; c += kChunk) {
+            float (&dp)[kChunk] = chunks[c / kChunk % 2];
+            WaitLoads();
+            if (c + kChunk < kQueries)
+              LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);
 #pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int i = 2 * t, j = i + 8;  // and the next each
-            const float4 d = *reinterpret_cast<const float4*>(delta + StatsOf(c, t));
-            float2 x = make_float2(dp[i], dp[i + 1]), y = make_float2(dp[j], dp[j + 1]);
-            cute::fma(x, make_float2(d.x, d.y), make_float2(-1.f, -1.f), x);
-            cute::fma(y, make_float2(d.z, d.w), make_float2(-1.f, -1.f), y);
-            cute::mul(x, x, make_float2(s[c + i], s[c + i + 1]));
-            cute::mul(y, y, make_float2(s[c + j], s[c + j + 1]));
-            dp[i] = x.x;
-            dp[i + 1] = x.y;
-            dp[j] = y.x;
-            dp[j + 1] = y.y;
-          }
-          if (info.cap > 0.f) {
-            // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
-            // probability.
-            const float inverse = gpu::kLn2 / info.cap;
-#pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-              const float t = (__log2f(s[c + i]) + lse2[gpu::RowSlot(c + i)]) * inverse;
-              dp[i] = s[c + i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
+            for (int t = 0; t < 4; ++t) {
+              const int i = 2 * t, j = i + 8;  // and the next each
+              const float4 d = *reinterpret_cast<const float4*>(delta + StatsOf(c, t));
+              float2 x = make_float2(dp[i], dp[i + 1]), y = make_float2(dp[j], dp[j + 1]);
+              cute::fma(x, make_float2(d.x, d.y), make_float2(-1.f, -1.f), x);
+              cute::fma(y, make_float2(d.z, d.w), make_float2(-1.f, -1.f), y);
+              cute::mul(x, x, make_float2(s[c + i], s[c + i + 1]));
+              cute::mul(y, y, make_float2(s[c + j], s[c + j + 1]));
+              dp[i] = x.x;
+              dp[i + 1] = x.y;
+              dp[j] = y.x;
+              dp[j + 1] = y.y;
             }
-          }
-          if (is_partial) {  // 0 * NaN of a pair that is not allowed
+            if (info.cap > 0.f) {
+              // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+              // probability.
+              const float inverse = gpu::kLn2 / info.cap;
 #pragma unroll
-            for (int i = 0; i < kChunk; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
+              for (int i = 0; i < kChunk; ++i) {
+                const float t = (__log2f(s[c + i]) + lse2[gpu::RowSlot(c + i)]) * inverse;
+                dp[i] = s[c + i] == 0.f ? 0.f : dp[i] * (1.f - t * t);
+              }
+            }
+            if (is_partial) {  // 0 * NaN of a pair that is not allowed
+#pragma unroll
+              for (int i = 0; i < kChunk; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
+            }
+            Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
+            if constexpr (decltype(has_dbias)::value)
+              AddBiasGradient(p, info, key.index, step.head, q_first + c, dp);
           }
-          Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
-          if constexpr (kHasElements) {
-            if (p.dbias != nullptr) AddBiasGradient(p, info, key.index, step.head, q_first + c, dp);
+        };
+        // Apart, since addresses of dbias would take registers from all others.
+        if constexpr (kHasElements) {
+          if (p.dbias != nullptr) {
+            compute_ds(std::true_type{});
+          } else {
+            compute_ds(std::false_type{});
           }
+        } else {
+          compute_ds(std::false_type{});
         }
         StoreColumns(ds_at, packed);
         StoreDs(smem.ds, half, thread, packed);
