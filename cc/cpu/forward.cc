@@ -5,7 +5,8 @@
 //            there are too few tiles to keep the machine busy; units are independent, so results do
 //            not depend on the threads
 //   chunk    the part of a unit that lies in one group (see plan.h)
-//   block    kBlockKv or fewer keys, staged once for all panels of a chunk
+//   block    Tiling::block_kv or fewer keys, staged once for all panels of a chunk, and kept: the
+//            thread's next tiles see the same keys
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -32,6 +33,9 @@ constexpr int64_t kMaxTileColumns = 256;
 constexpr int64_t kMinTileColumns = 64;
 constexpr int64_t kMaxBlockKv = 192;
 constexpr int64_t kMinBlockKv = 32;
+// Staged blocks that a thread keeps: those of a head, or the first of them. A thread's part of a
+// third cache.
+constexpr int64_t kKeptBytes = 4 * 1024 * 1024;
 // Enough units for the threads of a large machine; not a function of the machine, so that every
 // machine adds up in the same order.
 constexpr int64_t kEnoughUnits = 64;
@@ -43,6 +47,7 @@ constexpr int64_t kTokenBytes = 4096;
 constexpr int64_t kStoredBlockKv = 32;
 constexpr int64_t kMinStoredKeysPerSplit = 256;
 constexpr int64_t kFlopsPerTask = int64_t{1} << 21;
+constexpr int64_t kTasksPerSlot = 8;  // at least, for an even end
 
 template <typename T>
 const ForwardTile<T>& TileOf(const ForwardTables& tables);
@@ -63,10 +68,11 @@ struct Tiling {
   int64_t tiles;   // per batch entry and key/value head
   int64_t splits;  // shares of the keys
   int64_t block_kv;
-  int64_t staged_keys;  // elements of a block of keys; 0 where they are read as stored
-  int64_t v_stride;     // from one strip of staged values to the next; 0 likewise
-  int64_t v_strips;
-  int64_t max_panels;   // of a chunk
+  int64_t kept_blocks;    // staged blocks that a thread keeps; 0 where keys are read as stored
+  int64_t staged_keys;    // elements of a staged block of keys
+  int64_t v_stride;       // from one strip of staged values to the next
+  int64_t staged_values;  // elements of a staged block of values
+  int64_t max_panels;     // of a chunk
   int64_t unit_panels;  // of a unit, whose chunks each round up to whole panels; only when the keys
                         // are split
   int64_t heads;        // key/value heads of a unit
@@ -105,9 +111,12 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
 
   const int64_t fit = kBlockBytes / (width * element) / 48 * 48;
   t.block_kv = staged ? std::clamp(fit, kMinBlockKv, kMaxBlockKv) : kStoredBlockKv;
-  t.staged_keys = staged ? RoundUp(t.block_kv, tile.strip) * p.head_dim + tile.panel : 0;
-  t.v_stride = staged ? t.block_kv * tile.strip + tile.panel : 0;
-  t.v_strips = CeilDiv(p.head_dim_v, tile.strip);
+  t.staged_keys = RoundUp(t.block_kv, tile.strip) * p.head_dim + tile.panel;
+  t.v_stride = t.block_kv * tile.strip + tile.panel;
+  t.staged_values = CeilDiv(p.head_dim_v, tile.strip) * t.v_stride;
+  const int64_t kept = kKeptBytes / ((t.staged_keys + t.staged_values) * element);
+  const int64_t blocks = t.tiles > 1 && t.splits == 1 ? CeilDiv(p.seqlen_kv, t.block_kv) : 1;
+  t.kept_blocks = staged ? std::max<int64_t>(std::min(kept, blocks), 1) : 0;
   t.max_panels = CeilDiv(std::min(t.rows, p.seqlen_q) * t.group, panel);
   // A unit has one chunk, or up to three where a group ends within reach of its cuts.
   const int64_t unit_rows = t.tiles == 1 ? p.seqlen_q : t.rows * 3 / 2;
@@ -119,12 +128,15 @@ Tiling TilingOf(const Problem& p, const ForwardTile<T>& tile) {
 // What one thread works with.
 template <typename T>
 struct Scratch {
-  T* q;                      // [heads][max_panels][head_dim][panel]
-  T* o;                      // [heads][max_panels][head_dim_v][panel]
-  T* m;                      // [heads][max_panels][panel]
-  T* l;                      // [heads][max_panels][panel]
-  T* k;                      // [block_kv / strip][head_dim][strip], and a vector more
-  T* v;                      // [v_strips][v_stride]: [block_kv][strip], and a vector more
+  T* q;  // [heads][max_panels][head_dim][panel]
+  T* o;  // [heads][max_panels][head_dim_v][panel]
+  T* m;  // [heads][max_panels][panel]
+  T* l;  // [heads][max_panels][panel]
+  // Staged, [kept_blocks] of each: keys as [block_kv / strip][head_dim][strip] and a vector more,
+  // values in strips of [block_kv][strip] and a vector more.
+  T* k;
+  T* v;
+  int64_t* kept;             // [kept_blocks] the block held: see KeptName
   T* scores;                 // [block_kv][panel]
   T* bias;                   // [block_kv][panel]
   T* bias_columns;           // [block_kv][panel]
@@ -146,8 +158,9 @@ struct Scratch {
     o = arena->Take<T>(t.heads * columns * p.head_dim_v);
     m = arena->Take<T>(t.heads * columns);
     l = arena->Take<T>(t.heads * columns);
-    k = arena->Take<T>(t.staged_keys);
-    v = arena->Take<T>(t.v_strips * t.v_stride);
+    k = arena->Take<T>(t.kept_blocks * t.staged_keys);
+    v = arena->Take<T>(t.kept_blocks * t.staged_values);
+    kept = arena->Take<int64_t>(t.kept_blocks);
     scores = arena->Take<T>(block);
     bias = arena->Take<T>(p.has_bias ? block : 0);
     bias_columns = arena->Take<T>(p.has_bias ? block : 0);
@@ -202,10 +215,15 @@ class Forward {
         num_slots_(num_slots),
         band_(BandOf(problem)),
         storage_(StorageOf(problem.dtype)),
-        element_(SizeOf(problem.dtype)) {}
+        element_(SizeOf(problem.dtype)),
+        kept_blocks_(KeptBlocks()) {}
 
   void Run() {
     plan_.Build(workers_);
+    for (int slot = 0; slot < num_slots_; ++slot) {
+      const Scratch<T> scratch = ScratchOf(slot);
+      std::fill(scratch.kept, scratch.kept + t_.kept_blocks, -1);
+    }
     RunUnits(t_.units * t_.splits,
              [&](int64_t unit, Scratch<T>* scratch) { AttendUnit(unit, scratch); });
     if (t_.splits > 1) {
@@ -228,25 +246,41 @@ class Forward {
   };
   // A chunk's panels and what is known of the keys at hand.
   struct Block {
-    int64_t begin, count;  // key slots
+    int64_t begin, count;  // key slots to attend
+    int64_t staged_count;  // and to stage: those of the next tiles, too
     int64_t next_count;    // key slots of the block that follows
     Interval positions;
     bool ascending;
-    bool staged;
+    int64_t kept;  // where its keys are staged, or -1: not yet
   };
+
+  Scratch<T> ScratchOf(int slot) const {
+    Arena arena(layout_.slots + slot * layout_.slot_bytes);
+    return Scratch<T>(p_, t_, &arena);
+  }
+
+  // Tiles of a head that are handed out together.
+  int64_t TilesPerTask() const {
+    return std::min(t_.tiles, t_.units / (kTasksPerSlot * num_slots_));
+  }
+  // Blocks that a thread keeps. One where a thread attends with about one tile of a head: blocks
+  // that follow each other in one place stay in the second cache.
+  int64_t KeptBlocks() const {
+    const bool again = TilesPerTask() > 1 || t_.tiles >= 2 * num_slots_;
+    return again ? t_.kept_blocks : std::min<int64_t>(t_.kept_blocks, 1);
+  }
 
   template <typename Body>
   void RunUnits(int64_t units, const Body& body) {
-    // Tiny units are handed out together.
+    // Tiny units are handed out together, and those of a head as far as that leaves enough tasks.
     const int64_t keys = std::max<int64_t>(std::min<int64_t>(p_.seqlen_kv, 64), 1);
     const int64_t flops =
         2 * t_.heads * t_.rows * t_.group * keys * (p_.head_dim + p_.head_dim_v) + 4096;
     const int64_t share = CeilDiv(units, kEnoughUnits);
-    const int64_t units_per_task =
-        std::clamp<int64_t>(kFlopsPerTask / flops, 1, std::max<int64_t>(share, 1));
+    const int64_t tiny = std::clamp<int64_t>(kFlopsPerTask / flops, 1, std::max<int64_t>(share, 1));
+    const int64_t units_per_task = std::max(tiny, TilesPerTask());
     RunOnSlots(workers_, num_slots_, CeilDiv(units, units_per_task), [&](int64_t task, int slot) {
-      Arena arena(layout_.slots + slot * layout_.slot_bytes);
-      Scratch<T> scratch(p_, t_, &arena);
+      Scratch<T> scratch = ScratchOf(slot);
       const int64_t end = std::min((task + 1) * units_per_task, units);
       for (int64_t unit = task * units_per_task; unit < end; ++unit) body(unit, &scratch);
     });
@@ -344,16 +378,23 @@ class Forward {
     int64_t begin = chunk.kv_begin, end = chunk.kv_end;
     if (p_.uses_positions() && positions.kv_ascending())
       NarrowKeys(unit, q_interval, positions, &begin, &end);
-    const int64_t keys = end - begin;
-    end = begin + keys * (split + 1) / t_.splits;
-    begin += keys * split / t_.splits;
+    // Every tile has the same blocks, so that a block serves all of them.
+    begin -= (begin - chunk.kv_begin) % t_.block_kv;
+    const int64_t blocks = CeilDiv(end - begin, t_.block_kv);
+    const int64_t last = begin + blocks * (split + 1) / t_.splits * t_.block_kv;
+    begin += blocks * split / t_.splits * t_.block_kv;
+    end = std::min(end, last);
     while (begin < end) {
-      Block block{begin, BlockKeys(unit, begin, end - begin), 0, Interval(), true, false};
+      Block block{};
+      block.begin = begin;
+      block.staged_count = BlockKeys(unit, begin, chunk.kv_end - begin);
+      block.count = std::min(block.staged_count, end - begin);
+      block.ascending = true;
       if (p_.uses_positions()) FindKvPositions(unit, positions, s, &block);
       block.next_count = std::min(t_.block_kv, end - begin - block.count);
       if (!p_.uses_positions() || CoverOf(band_, q_interval, block.positions) != Cover::kNone) {
         for (int64_t i = 0; i < unit.num_heads; ++i) {
-          block.staged = false;
+          block.kept = -1;
           for (int64_t panel = 0; panel < chunk.panels; ++panel) {
             AttendPanel(unit, chunk, i, panel, &block, Advance(state, i * chunk.panels + panel), s);
           }
@@ -503,20 +544,21 @@ class Forward {
     }
     b.k_rows = KvRows(unit, head, block->begin + begin, b.keys, x_.k, p_.head_dim);
     b.v_rows = KvRows(unit, head, block->begin + begin, b.keys, x_.v, p_.head_dim_v);
-    if (!block->staged) StageBlock(unit, head, block, s);
+    if (block->kept < 0 && t_.kept_blocks > 0) StageBlock(unit, chunk, head, block, s);
     b.columns = columns;
     b.head_dim = p_.head_dim;
     b.head_dim_v = p_.head_dim_v;
     b.q = s->q + (i * chunk.panels + panel) * t_.panel * p_.head_dim;
-    b.k = s->k + begin * p_.head_dim;
-    b.v = s->v + begin * tile_.strip;
-    b.v_stride = t_.v_stride;
     b.has_soft_cap = p_.has_logits_soft_cap;
     if (b.has_soft_cap) b.soft_cap = static_cast<T>(x_.logits_soft_cap.Float(unit.b) * kLog2E);
     b.scores = s->scores;
-    if (tile_.stage_keys[storage_] != nullptr) {
-      b.next_k = NextRows(unit, chunk, head, panel, *block, x_.k, p_.head_dim);
-      b.next_v = NextRows(unit, chunk, head, panel, *block, x_.v, p_.head_dim_v);
+    if (t_.kept_blocks > 0) {
+      b.k = s->k + block->kept * t_.staged_keys + begin * p_.head_dim;
+      b.v = s->v + block->kept * t_.staged_values + begin * tile_.strip;
+      b.v_stride = t_.v_stride;
+      b.next_k = Next(unit, chunk, head, panel, *block, x_.k, p_.head_dim, s->k, t_.staged_keys, s);
+      b.next_v =
+          Next(unit, chunk, head, panel, *block, x_.v, p_.head_dim_v, s->v, t_.staged_values, s);
     }
     tile_.attend[storage_](b, state);
   }
@@ -567,22 +609,45 @@ class Forward {
     return tile_.stage_mask(bytes, s->mask);
   }
 
-  // Staged when the first panel needs it: a mask may leave none.
-  void StageBlock(const Unit& unit, int64_t head, Block* block, Scratch<T>* s) {
-    block->staged = true;
-    if (tile_.stage_keys[storage_] == nullptr) return;
-    tile_.stage_keys[storage_](KvRows(unit, head, block->begin, block->count, x_.k, p_.head_dim),
-                               block->count, p_.head_dim, s->k);
-    tile_.stage_values[storage_](
-        KvRows(unit, head, block->begin, block->count, x_.v, p_.head_dim_v), block->count,
-        p_.head_dim_v, s->v, t_.v_stride);
+  // Where a block is kept. What does not fit takes turns in the last place.
+  int64_t KeptAt(const Chunk& chunk, int64_t begin) const {
+    return std::min((begin - chunk.kv_begin) / t_.block_kv, kept_blocks_ - 1);
+  }
+  // A number for a block, which the slot of its first key tells.
+  int64_t KeptName(const Unit& unit, int64_t head, int64_t begin) const {
+    return (unit.b * p_.num_kv_heads + head) * p_.seqlen_kv + begin;
   }
 
-  // This panel's share of the rows that are staged for the next block.
-  Ahead NextRows(const Unit& unit, const Chunk& chunk, int64_t head, int64_t panel,
-                 const Block& block, const Operand& x, int64_t width) const {
-    const int64_t begin = block.begin + block.count + block.next_count * panel / chunk.panels,
-                  end = block.begin + block.count + block.next_count * (panel + 1) / chunk.panels;
+  // Staged when the first panel needs it, for a mask may leave none, unless an earlier tile did.
+  void StageBlock(const Unit& unit, const Chunk& chunk, int64_t head, Block* block, Scratch<T>* s) {
+    block->kept = KeptAt(chunk, block->begin);
+    const int64_t name = KeptName(unit, head, block->begin);
+    if (s->kept[block->kept] == name) return;
+    s->kept[block->kept] = name;
+    const int64_t count = block->staged_count;
+    tile_.stage_keys[storage_](KvRows(unit, head, block->begin, count, x_.k, p_.head_dim), count,
+                               p_.head_dim, s->k + block->kept * t_.staged_keys);
+    tile_.stage_values[storage_](KvRows(unit, head, block->begin, count, x_.v, p_.head_dim_v),
+                                 count, p_.head_dim_v, s->v + block->kept * t_.staged_values,
+                                 t_.v_stride);
+  }
+
+  // This panel's share of what the next block is read from: the block where it is kept, of `size`
+  // elements at `staged`, or rows of k or v that are to be staged.
+  Ahead Next(const Unit& unit, const Chunk& chunk, int64_t head, int64_t panel, const Block& block,
+             const Operand& x, int64_t width, const T* staged, int64_t size, Scratch<T>* s) const {
+    if (block.next_count == 0) return {};
+    const auto share = [&](int64_t count, int64_t i) { return count * i / chunk.panels; };
+    const int64_t next = block.begin + block.count, at = KeptAt(chunk, next);
+    if (s->kept[at] == KeptName(unit, head, next)) {
+      constexpr int64_t kLine = 64;
+      const int64_t lines = size * sizeof(T) / kLine;
+      const int64_t first = share(lines, panel), last = share(lines, panel + 1);
+      return {reinterpret_cast<const char*>(staged + at * size) + first * kLine, kLine, kLine,
+              last - first};
+    }
+    const int64_t begin = next + share(block.next_count, panel),
+                  end = next + share(block.next_count, panel + 1);
     if (begin == end || !unit.entry.KvContiguous(begin, end - begin)) return {};
     const RowSet rows = KvRows(unit, head, begin, end - begin, x, width);
     const int64_t stride = rows.stride * element_;
@@ -652,11 +717,12 @@ class Forward {
   void WriteLse(const Unit& unit, const Chunk& chunk, int64_t q_head, int64_t first,
                 int64_t columns, const PanelState<T>& state) {
     T* entry = x_.lse.Entry<T>(unit.b, p_.num_q_heads * p_.seqlen_q) + q_head * p_.seqlen_q;
+    int64_t slot = chunk.begin + first / t_.group, head = first % t_.group;
     for (int64_t c = 0; c < columns; ++c) {
-      const int64_t row = unit.entry.QRow(chunk.begin + (first + c) / t_.group);
       // Where nothing was attended, m is -inf and l is 0: their sum is -inf.
-      entry[(first + c) % t_.group * p_.seqlen_q + row] =
+      entry[head * p_.seqlen_q + unit.entry.QRow(slot)] =
           static_cast<T>(state.m[c] * kLn2) + std::log(state.l[c]);
+      if (++head == t_.group) head = 0, ++slot;
     }
   }
 
@@ -671,6 +737,7 @@ class Forward {
   Band band_;
   int storage_;
   int64_t element_;
+  int64_t kept_blocks_;
 };
 
 template <typename T>

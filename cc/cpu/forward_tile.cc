@@ -140,9 +140,15 @@ MaskKind StageMask(const ScoreOperand& mask, LaneInt<T>* to) {
 
 // ---- one panel against one block of keys ----
 
-// S^T = K Q^T.
-template <typename T, int V>
-void Scores(const PanelBlock<T>& b) {
+// Whether scores are the products as they are.
+template <typename T>
+bool IsPlain(const PanelBlock<T>& b) {
+  return b.bias == nullptr && !b.has_soft_cap && b.mask == nullptr && b.key_position == nullptr;
+}
+
+// S^T = K Q^T; with kMaxima, the new m of every column from what the registers hold.
+template <bool kMaxima, typename T, int V>
+void Scores(const PanelBlock<T>& b, Vec<T> (&m)[V]) {
   constexpr int kRows = kBlockRows<V>;
   static_assert(kRows % kStripRows == 0);
   Ahead ahead = b.next_k;
@@ -157,9 +163,12 @@ void Scores(const PanelBlock<T>& b) {
                                             b.head_dim * kStripRows, b.q, kPanel<T>, c);
       T* to = b.scores + row * kPanel<T>;
       JAX_FMHA_UNROLL
-      for (int m = 0; m < M; ++m) {
+      for (int i = 0; i < M; ++i) {
         JAX_FMHA_UNROLL
-        for (int v = 0; v < V; ++v) Store(to + m * kPanel<T> + v * kLanes<T>, c[m][v]);
+        for (int v = 0; v < V; ++v) {
+          Store(to + i * kPanel<T> + v * kLanes<T>, c[i][v]);
+          if (kMaxima) m[v] = MaxOf<T>(c[i][v], m[v]);
+        }
       }
     });
   }
@@ -181,20 +190,15 @@ JAX_FMHA_INLINE Vec<T> ChangeScore(const PanelBlock<T>& b, int64_t j, int64_t c,
   return s;
 }
 
-// The new m of every column, with the scores changed in place.
+// Scores changed in place, and the new m of every column.
 template <typename T, int V>
-void Maxima(const PanelBlock<T>& b, Vec<T> (&m)[V]) {
-  const bool plain =
-      b.bias == nullptr && !b.has_soft_cap && b.mask == nullptr && b.key_position == nullptr;
+void ChangeScores(const PanelBlock<T>& b, Vec<T> (&m)[V]) {
   for (int64_t j = 0; j < b.keys; ++j) {
     JAX_FMHA_UNROLL
     for (int v = 0; v < V; ++v) {
       T* at = b.scores + j * kPanel<T> + v * kLanes<T>;
-      Vec<T> s = Load(at);
-      if (!plain) {
-        s = ChangeScore(b, j, v * kLanes<T>, s);
-        Store(at, s);
-      }
+      const Vec<T> s = ChangeScore(b, j, v * kLanes<T>, Load(at));
+      Store(at, s);
       m[v] = MaxOf<T>(s, m[v]);
     }
   }
@@ -244,11 +248,15 @@ void Accumulate(const PanelBlock<T>& b, const Vec<T> (&alpha)[V], T* o) {
 
 template <typename T, int V>
 void AttendVectors(const PanelBlock<T>& b, const PanelState<T>& state) {
-  Scores<T, V>(b);
   Vec<T> m[V], base[V], alpha[V], sum[V];
   JAX_FMHA_UNROLL
   for (int v = 0; v < V; ++v) m[v] = Load(state.m + v * kLanes<T>);
-  Maxima<T, V>(b, m);
+  if (IsPlain(b)) {
+    Scores<true>(b, m);
+  } else {
+    Scores<false>(b, m);
+    ChangeScores(b, m);
+  }
   JAX_FMHA_UNROLL
   for (int v = 0; v < V; ++v) {
     base[v] = Base<T>(m[v]);

@@ -41,11 +41,12 @@ JAX_FMHA_INLINE constexpr int64_t Offset(int64_t m, int64_t k, int64_t lda) {
                                        : m / kStripRows * lda + k * kStripRows + m % kStripRows;
 }
 
-// Starts from what c holds.
+// Starts from what c holds. Two steps to an iteration: one alone spends a tenth of its time on the
+// loop where two threads share a core.
 template <Layout kLayout, int M, int V, typename T>
 JAX_FMHA_INLINE void MultiplyAdd(int64_t depth, const T* __restrict a, int64_t lda,
                                  const T* __restrict b, int64_t ldb, Vec<T> (&c)[M][V]) {
-  for (int64_t k = 0; k < depth; ++k) {
+  const auto step = [&](int64_t k) __attribute__((always_inline)) {
     Vec<T> row[V];
     JAX_FMHA_UNROLL
     for (int v = 0; v < V; ++v) row[v] = Load(b + k * ldb + v * kLanes<T>);
@@ -55,7 +56,13 @@ JAX_FMHA_INLINE void MultiplyAdd(int64_t depth, const T* __restrict a, int64_t l
       JAX_FMHA_UNROLL
       for (int v = 0; v < V; ++v) c[m][v] += x * row[v];
     }
+  };
+  int64_t k = 0;
+  for (; k + 2 <= depth; k += 2) {
+    step(k);
+    step(k + 1);
   }
+  if (k < depth) step(k);
 }
 
 // c = 0, in registers: an initialiser would go through memory.

@@ -608,6 +608,8 @@ void TestKernel(BytesFor bytes_for, Runner runner, int64_t max_columns, int case
       TestOn({number < 4 ? 3 : 50, 4200, 1, number % 2 + 1, 16, 24, {}}, 0.3, number, isa,
              max_columns, bytes_for, runner);
     }
+    // Several tiles, and more keys than a thread keeps staged.
+    TestOn({70, 2200, 1, 1, 24, 1000, {}}, 0.1, 0, isa, max_columns, bytes_for, runner);
     // Many entries and heads of almost nothing.
     TestOn({1, 1, 1, 1, 4, 4, {70000}}, 0, 0, isa, max_columns, bytes_for, runner);
   }
