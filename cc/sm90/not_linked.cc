@@ -24,8 +24,4 @@ namespace jax_fmha::sm90 {
 #include "cc/sm90/backward/instances.def"
 #undef BACKWARD_INSTANCE
 
-Status LaunchBackwardEmpty(const Problem&, const Operands&, const Launch&) {
-  return gpu::NotLinked();
-}
-
 }  // namespace jax_fmha::sm90

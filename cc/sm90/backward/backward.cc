@@ -1,6 +1,7 @@
 // Which problems the Hopper backward takes, what it needs, and which instance runs them.
 #include <string>
 
+#include "cc/gpu/empty_backward.h"
 #include "cc/sm90/backward/config.h"
 #include "cc/sm90/backward/launch.h"
 #include "cc/sm90/kernels.h"
@@ -19,7 +20,7 @@ int64_t Workspace(const Problem& problem, const Device&) { return WorkspaceOf(pr
 
 Status Run(const Problem& problem, const Operands& operands, const Launch& launch) {
   if (problem.batch * problem.num_q_heads * problem.seqlen_q == 0 || problem.seqlen_kv == 0) {
-    return LaunchBackwardEmpty(problem, operands, launch);
+    return gpu::LaunchEmptyBackward(problem, operands, launch);
   }
   const BackwardTile tile =
       BackwardTileOf(static_cast<int>(problem.head_dim), static_cast<int>(problem.head_dim_v));

@@ -12,6 +12,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/tensor.hpp>
 
+#include "cc/gpu/backward_tile.cuh"
 #include "cc/gpu/pipeline.cuh"
 #include "cc/gpu/problem_params.cuh"
 #include "cc/gpu/repair.cuh"
@@ -175,7 +176,8 @@ struct BackwardKernel {
     info.kv_head = pair - info.batch * s.num_kv_heads;
     info.kv_first = kv_tile * kBlockKv;
     info.limits = gpu::LimitsOf(s, info.batch);
-    const int2 range = QueryTiles(p, info.limits, info.batch, kv_tile);
+    const int2 range =
+        gpu::QueryTiles(s, p.kv_plan, info.limits, info.batch, info.kv_first, kBlockQ, kBlockKv);
     info.q_begin = range.x;
     info.q_end = range.y;
     // A query may share a tile with queries of another segment even where all keys have one.
@@ -193,28 +195,6 @@ struct BackwardKernel {
       }
     }
     return info;
-  }
-
-  // Query tiles that may attend to a key tile, first and one past the last.
-  static __device__ __forceinline__ int2 QueryTiles(const BackwardParams& p,
-                                                    const gpu::EntryLimits& e, int batch,
-                                                    int kv_tile) {
-    const int kv_first = kv_tile * kBlockKv, kv_end = min(kv_first + kBlockKv, e.kv_length);
-    if (kv_end <= kv_first) return make_int2(0, 0);
-    int q_lo = max(0, kv_first - e.hi_shift + 1), q_hi = min(e.q_length, kv_end - e.lo_shift);
-    if (p.kv_plan.blocks != nullptr) {
-      const int num_blocks = (p.score.seqlen_kv + gpu::kPlanRows - 1) / gpu::kPlanRows;
-      const gpu::PlanBlock* blocks = p.kv_plan.blocks + static_cast<int64_t>(batch) * num_blocks;
-      int lo_min = gpu::kFar, hi_max = 0;
-      for (int i = kv_first / gpu::kPlanRows; i <= (kv_end - 1) / gpu::kPlanRows; ++i) {
-        lo_min = min(lo_min, blocks[i].lo_min);
-        hi_max = max(hi_max, blocks[i].hi_max);
-      }
-      q_lo = max(q_lo, lo_min);
-      q_hi = min(q_hi, hi_max);
-    }
-    if (q_hi <= q_lo) return make_int2(0, 0);
-    return make_int2(q_lo / kBlockQ, (q_hi + kBlockQ - 1) / kBlockQ);
   }
 
   // Query tiles of a head by the mask, which skips some; null if none.
@@ -616,7 +596,7 @@ struct BackwardKernel {
   //
   // Accumulators are added in the order of their registers; ConvertDq puts them right. With `turns`
   // key tiles take turns in their order at each query tile, so that every run adds in the same
-  // order. PlanTurns says who takes a turn where; a tile that takes one without anything to add
+  // order. The turn plan says who takes a turn where; a tile that takes one without anything to add
   // only passes it on. Blocks start key tiles in that order too, so the tile waited for is running
   // or done. With turns, query tiles go last to first: causal key tiles all begin at the same one
   // and follow each other at a distance of one turn, while first to last each would have to wait at
@@ -1024,63 +1004,6 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
     Kernel::Consume(p, smem);
-  }
-}
-
-// Who takes a turn at which query tile, for one batch entry per block. Key tiles take one at every
-// query tile between the first that they or a later tile need and the last that they or an earlier
-// one need; so those of one query tile follow each other, and a tile's turn is its distance from
-// the first. Where ranges only move forward, as with sorted segments, nobody takes one in vain.
-template <class Kernel>
-__global__ void __launch_bounds__(256) PlanTurns(const __grid_constant__ BackwardParams p) {
-  __shared__ int scan[256];
-  const int b = blockIdx.x, thread = threadIdx.x, n = p.num_kv_tiles;
-  int2* takers = p.turn_takers + static_cast<int64_t>(b) * n;
-  const gpu::EntryLimits limits = gpu::LimitsOf(p.score, b);
-  for (int t = thread; t < n; t += 256) {
-    const int2 range = Kernel::QueryTiles(p, limits, b, t);
-    takers[t] = range.x < range.y ? range : make_int2(p.num_q_tiles, 0);
-  }
-  __syncthreads();
-  // The largest x of this thread and those before it.
-  auto running_max = [&](int x) {
-    scan[thread] = x;
-    __syncthreads();
-    for (int step = 1; step < 256; step *= 2) {
-      const int other = thread >= step ? scan[thread - step] : x;
-      __syncthreads();
-      x = max(x, other);
-      scan[thread] = x;
-      __syncthreads();
-    }
-    return x;
-  };
-  int last = 0, first = -p.num_q_tiles;  // of all tiles before, and minus that of all behind
-  for (int base = 0; base < n; base += 256) {
-    const int up = base + thread, down = n - 1 - up;
-    const int end = max(last, running_max(up < n ? takers[up].y : 0));
-    last = max(last, scan[255]);
-    __syncthreads();
-    const int begin = max(first, running_max(up < n ? -takers[down].x : -p.num_q_tiles));
-    first = max(first, scan[255]);
-    __syncthreads();
-    if (up < n) {
-      takers[up].y = end;
-      takers[down].x = -begin;
-    }
-    __syncthreads();
-  }
-  for (int m = thread; m < p.num_q_tiles; m += 256) {
-    int lo = 0, hi = n;  // first tile that reaches beyond m
-    while (lo < hi) {
-      const int mid = (lo + hi) / 2;
-      if (takers[mid].y <= m) {
-        lo = mid + 1;
-      } else {
-        hi = mid;
-      }
-    }
-    p.first_takers[static_cast<int64_t>(b) * p.num_q_tiles + m] = lo;
   }
 }
 

@@ -10,9 +10,6 @@ namespace jax_fmha::sm90 {
 template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
 Status LaunchBackward(const Problem& problem, const Operands& operands, const Launch& launch);
 
-// Writes zero gradients of a call without keys or queries, and dsinks.
-Status LaunchBackwardEmpty(const Problem& problem, const Operands& operands, const Launch& launch);
-
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
   int64_t counters, turns, dbias, dq, lse2, delta, turn_takers, first_takers, mask_plan, dq_strips,
