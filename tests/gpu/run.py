@@ -3,7 +3,7 @@
     python tests/gpu/run.py                            # 128 MB of kernels at most, some minutes on one H200
     python tests/gpu/run.py --sections table behaviour --head-dims own 128,128
 
-Needs jax with CUDA, pytest, and for the last sections flax, optax, and on PATH compute-sanitizer and nvcc. Each section
+Needs jax with CUDA, the extra `test`, and for the last sections compute-sanitizer and nvcc on PATH. Each section
 runs in processes of its own, so that a fault of the device in one leaves the others alone. Writes `--out`.json and
 `--out`.md; exit code 1 if anything failed. What a kernel refuses is listed with its reason.
 """
@@ -25,15 +25,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import blackwell as emulated
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SECTIONS = ("behaviour", "table", "training", "sanitizer", "blackwell")
+SECTIONS = ("behaviour", "table", "fronts", "training", "sanitizer", "blackwell")
 # Share of the device's memory for all processes of the table together; each has a context of half a GiB besides.
 TABLE_MEMORY = 0.15
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FRONTS = ("test_tpu_flash", "test_tpu_splash", "test_flax", "test_dot_product_attention")
 # Losses of native kernels and of plain einsums, in 16 bits, drift apart while both learn.
 LARGEST_LOSS_DIFFERENCE = 0.1
 
@@ -104,6 +106,43 @@ def behaviour(args: argparse.Namespace) -> dict[str, Any]:
         "failures": failures,
         "notes": [f"{r['check']}: {r['note']}" for r in rows if r["note"]],
         "rows": rows,
+    }
+
+
+def fronts(args: argparse.Namespace) -> dict[str, Any]:
+    """The tests of the fronts against their originals, see tests/gpu/fronts.py."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "fronts",
+            "-n",
+            str(args.jobs),
+            f"--junitxml={report}",
+        ]
+        command += [str(ROOT / "tests" / f"{name}.py") for name in FRONTS]
+        code, out, err = process(command, environment(TABLE_MEMORY / args.jobs), args.timeout)
+        if not report.exists():
+            return {"passed": 0, "failures": [f"ended with {code}: {(out + err)[-2000:]}"], "notes": []}
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    failures = [
+        f"{case.get('classname')}.{case.get('name')}: {problem.get('message')}\n{(problem.text or '')[-1500:]}"
+        for case in cases
+        for problem in (*case.findall("failure"), *case.findall("error"))
+    ]
+    skipped = [
+        f"{case.get('name')}: skipped, {x.get('message')}" for case in cases for x in case.findall("skipped")
+    ]
+    calls = [line for line in out.splitlines() if "calls of native kernels" in line]
+    if not calls or calls[0].startswith("0 ") or not calls[0].endswith("gpu"):
+        failures.append(f"no kernel of a GPU ran: {calls}")
+    return {
+        "passed": len(cases) - len(failures) - len(skipped),
+        "failures": failures,
+        "notes": [*calls, *skipped],
     }
 
 
@@ -246,7 +285,7 @@ def main() -> int:
         "--jobs",
         type=int,
         default=min(8, os.cpu_count() or 1),
-        help="processes for the table, and for blackwell",
+        help="processes for the table, the fronts and blackwell",
     )
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for each process")
     parser.add_argument(
@@ -260,6 +299,7 @@ def main() -> int:
     runners: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "behaviour": behaviour,
         "table": table,
+        "fronts": fronts,
         "training": training,
         "sanitizer": sanitizer,
         "blackwell": blackwell,
