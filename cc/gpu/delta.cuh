@@ -71,11 +71,25 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
     for (int e = 0; e < 8; ++e) sum += static_cast<float>(a[e]) * static_cast<float>(c[e]);
 #pragma unroll
     for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+    bool is_zero = false;  // all of out's row; asked for only where a row without keys has an lse
+    if (s.sinks.data != nullptr) {
+      const uint4 x = out_pieces[n];
+      uint32_t bits = x.x | x.y | x.z | x.w;
+#pragma unroll
+      for (int step = kLanes / 2; step > 0; step /= 2)
+        bits |= __shfl_xor_sync(0xffffffff, bits, step);
+      is_zero = (bits & 0x7fff7fffu) == 0;
+    }
     if (lane == 0) {
       float lse = kInf;
       if (i < s.seqlen_q) {
         lse = static_cast<const float*>(
             p.lse.data)[(EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q + i];
+        // A row without keys is 0 whatever its sink, also where its cotangent is NaN.
+        if (is_zero &&
+            lse == ReadFloat(s.sinks, EntryOf(s.sinks.batch, b) * s.num_q_heads + head)) {
+          sum = 0.f;
+        }
         if (p.dlse.data != nullptr) {
           const float dlse = static_cast<const float*>(
               p.dlse.data)[(EntryOf(p.dlse.batch, b) * s.num_q_heads + head) * s.seqlen_q + i];

@@ -17,6 +17,7 @@ import csv
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def fronts(args: argparse.Namespace) -> dict[str, Any]:
             f"--junitxml={report}",
         ]
         command += [str(ROOT / "tests" / f"{name}.py") for name in FRONTS]
-        code, out, err = process(command, environment(TABLE_MEMORY / args.jobs), args.timeout)
+        env = environment(TABLE_MEMORY / args.jobs, JAX_DEFAULT_MATMUL_PRECISION="highest")
+        code, out, err = process(command, env, args.timeout)
         if not report.exists():
             return {"passed": 0, "failures": [f"ended with {code}: {(out + err)[-2000:]}"], "notes": []}
         cases = list(ElementTree.parse(report).iter("testcase"))
@@ -198,9 +200,12 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text_of_reports(text: str) -> str:
-    """The first line of each kind of report, with how often it comes, and the beginning of all."""
-    kinds = collections.Counter(line.split("+0x")[0] for line in text.splitlines() if "Error: " in line)
-    return "\n".join([*(f"{n} x {line[:300]}" for line, n in kinds.most_common(12)), text[:2000]])
+    """What the reports say, each kind once with how often it comes, and the beginning of all."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for report in text.split("========= Error: ")[1:]:
+        places = re.findall(r"(Read|Write) access at (.*?)\+0x[0-9a-f]+ in (\S+)", report)
+        kinds[", ".join(dict.fromkeys(f"{access} {file}" for access, _, file in places))] += 1
+    return "\n".join([*(f"{n} x {kind[:400]}" for kind, n in kinds.most_common(40)), text[:1500]])
 
 
 def only_ordered_bulk_copies(text: str) -> bool:
