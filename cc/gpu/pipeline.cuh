@@ -21,6 +21,19 @@ __device__ __forceinline__ void Arrive(Barrier* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SmemAddress(bar)) : "memory");
 }
 
+// A warp arrives by one lane, once all have met: what the others read before is done as well.
+// racecheck does not follow that, hence a build for it in which every lane arrives.
+#ifdef JAX_FMHA_RACECHECK
+inline constexpr int kArrivalsOfWarp = 32;
+#else
+inline constexpr int kArrivalsOfWarp = 1;
+#endif
+
+__device__ __forceinline__ void ArriveAsWarp(Barrier* bar) {
+  __syncwarp();
+  if (threadIdx.x % 32 < kArrivalsOfWarp) Arrive(bar);
+}
+
 __device__ __forceinline__ void ArriveExpect(Barrier* bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SmemAddress(bar)),
                "r"(bytes)
