@@ -855,6 +855,8 @@ int main(int argc, char** argv) {
       if (*s == ',') ++s;
     }
   }
+  const char* hdv = getenv("HDV");  // head_dim_v, where it is not head_dim
+  auto head_dim_v = [hdv](int h) { return hdv ? atoi(hdv) : DRIVER_HEAD_DIM_V(h); };
   verbose = getenv("VERBOSE");
   const int dtype = getenv("DTYPE") && !strcmp(getenv("DTYPE"), "float16");
   int shard = 0, shards = 1;  // SHARD=I/N: every Nth case
@@ -866,7 +868,7 @@ int main(int argc, char** argv) {
         Case c;
         c.name = name;
         c.H = h;
-        c.Hv = DRIVER_HEAD_DIM_V(h);
+        c.Hv = head_dim_v(h);
         c.dt = dtype;
         f(c);
         cs.push_back(c);
@@ -1129,7 +1131,7 @@ int main(int argc, char** argv) {
       c.S = one(2) ? c.T : 1 + rng() % 420;
       int top = head_dims[rng() % head_dims.size()];
       c.H = top;
-      c.Hv = top == 192 && one(2) ? 128 : DRIVER_HEAD_DIM_V(top);
+      c.Hv = top == 192 && one(2) ? 128 : head_dim_v(top);
       if (one(2)) {
         c.H = std::max(8, top - 8 * (int)(rng() % 4));
         c.Hv = std::max(8, c.Hv - 8 * (int)(rng() % 4));
