@@ -42,8 +42,8 @@ ALLOWED = {
         "addresses of mask, bias and positions, one set for each element of a thread",
     ),
     ("backward", "kInterval"): (
-        32,
-        "head_dim 64 takes 128 queries at a time: two tiles of scores, dk and dv fill 240 registers",
+        16,
+        "dk and dv of head_dim 192 with head_dim_v 128 take 160 of 240 registers",
     ),
     ("backward", "kGeneral"): (64, "addresses of mask, bias and its gradient"),
 }

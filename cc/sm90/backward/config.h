@@ -14,7 +14,7 @@ struct BackwardTile {
 constexpr BackwardTile BackwardTileOf(int head_dim, int head_dim_v) {
   if (head_dim <= 64 && head_dim_v <= 64) return {64, 64, 128, 128, 2, 64};
   if (head_dim <= 128 && head_dim_v <= 128) return {128, 128, 64, 128, 2, 64};
-  if (head_dim <= 192 && head_dim_v <= 128) return {192, 128, 64, 64, 2, 32};
+  if (head_dim <= 192 && head_dim_v <= 128) return {192, 128, 64, 128, 2, 32};
   if (head_dim <= 192 && head_dim_v <= 192) return {192, 192, 64, 64, 2, 32};
   return {256, 256, 64, 64, 2, 64};
 }

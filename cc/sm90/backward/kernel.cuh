@@ -57,17 +57,24 @@ struct BackwardKernel {
   static_assert(kStages >= 2);  // a warpgroup may read dS of the step before
   static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
   static constexpr bool kHasElements = kMode == ForwardMode::kGeneral;
-  // Wide heads: the warpgroups share out the columns of dk and dv, and the queries of S^T and dP^T,
-  // instead of the keys of all four; P^T and dS^T then reach the products through shared memory.
-  static constexpr bool kSplitsColumns = kHeadDim > 128;
+  // The widest heads: the warpgroups share out the columns of dk and dv, and the queries of S^T and
+  // dP^T, instead of the keys of all four; P^T and dS^T then reach the products through shared
+  // memory.
+  static constexpr bool kSplitsColumns = kBlockKv == 64;
   static constexpr int kGroupKv = 64;  // keys and queries of a warpgroup's part of S^T
   static constexpr int kGroupQ = kSplitsColumns ? kBlockQ / kConsumers : kBlockQ;
   static_assert(kBlockKv == (kSplitsColumns ? 64 : 64 * kConsumers));
-  // Bulk additions of dq read a copy in shared memory, for which wide heads leave no room: their
+  // Bulk additions of dq read a copy in shared memory, for which head_dim 256 leaves no room: its
   // warpgroups add their registers themselves, which takes them longer.
-  static constexpr bool kAddsInBulk = !kSplitsColumns;
-  // dv may start before dS is worked out where registers allow for both operands.
-  static constexpr bool kEarlyDv = !kSplitsColumns && kBlockQ == 64;
+  static constexpr bool kAddsInBulk = kHeadDim <= 192;
+  // Of 240 registers dk and dv take 160. dq then waits for those of P^T, and dS^T reaches dk
+  // through shared memory, as it does dq; in one stage, so that dq has a copy there too.
+  static constexpr bool kIsCrowded = !kSplitsColumns && kHeadDim + kHeadDimV > 256;
+  static constexpr bool kSharesDs = kSplitsColumns || kIsCrowded;
+  static constexpr int kDsStages = kIsCrowded ? 1 : kStages;
+  // Registers do not hold all of dP^T beside S^T where these are large or others few: it comes in
+  // two parts of the queries, and P^T of the second part is worked out behind the product.
+  static constexpr int kParts = kIsCrowded || kGroupQ == 128 ? 2 : 1;
   // dq's rows, else its columns, are shared out to the warpgroups.
   static constexpr bool kDqByRows = kBlockQ == 128;
   static constexpr int kDkCols = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim,
@@ -78,10 +85,10 @@ struct BackwardKernel {
   using GroupsN = Layout<Shape<_1, Int<kConsumers>, _1>>;
   using GroupsKv = std::conditional_t<kSplitsColumns, GroupsN, GroupsM>;
   using GroupsDq = std::conditional_t<kDqByRows, GroupsM, GroupsN>;
-  template <int kCols>
+  template <int kCols, bool kIsShared>
   static constexpr auto SelectDkv() {
     using Tile = Shape<Int<kBlockKv>, Int<kCols>, Int<kBlockQ>>;
-    if constexpr (kSplitsColumns) {
+    if constexpr (kIsShared) {
       return GMMA::ss_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>();
     } else {
       return GMMA::rs_op_selector<Element, Element, float, Tile, GMMA::Major::K, GMMA::Major::MN>();
@@ -91,8 +98,12 @@ struct BackwardKernel {
       GMMA::ss_op_selector<Element, Element, float,
                            Shape<Int<kBlockKv>, Int<kGroupQ>, Int<kHeadDim>>>(),
       GroupsKv{}));
-  using MmaDv = decltype(make_tiled_mma(SelectDkv<kDvCols>(), GroupsKv{}));
-  using MmaDk = decltype(make_tiled_mma(SelectDkv<kDkCols>(), GroupsKv{}));
+  using MmaDp = decltype(make_tiled_mma(
+      GMMA::ss_op_selector<Element, Element, float,
+                           Shape<Int<kBlockKv>, Int<kGroupQ / kParts>, Int<kHeadDimV>>>(),
+      GroupsKv{}));
+  using MmaDv = decltype(make_tiled_mma(SelectDkv<kDvCols, kSplitsColumns>(), GroupsKv{}));
+  using MmaDk = decltype(make_tiled_mma(SelectDkv<kDkCols, kSharesDs>(), GroupsKv{}));
   using MmaDq =
       decltype(make_tiled_mma(GMMA::ss_op_selector<Element, Element, float,
                                                    Shape<Int<kBlockQ>, Int<kDqCols>, Int<kBlockKv>>,
@@ -118,10 +129,10 @@ struct BackwardKernel {
       AtomMn{}, Shape<Int<kHeadDimV>, Int<kBlockQ>, Int<kStages>>{}, Step<_2, _1, _3>{}));
   // dS as (query, key) with queries contiguous: [query block of 64][key][64].
   using LayoutDs = decltype(tile_to_shape(GMMA::Layout_MN_SW128_Atom<Element>{},
-                                          Shape<Int<kBlockQ>, Int<kBlockKv>, Int<kStages>>{},
+                                          Shape<Int<kBlockQ>, Int<kBlockKv>, Int<kDsStages>>{},
                                           Step<_2, _1, _3>{}));
   using LayoutDst = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
-                                           Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kStages>>{}));
+                                           Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kDsStages>>{}));
 
   struct TileInfo {
     int is_last;
@@ -145,9 +156,10 @@ struct BackwardKernel {
     alignas(1024) Element v[kBlockKv * kHeadDimV];
     alignas(1024) Element q[kStages][kBlockQ * kHeadDim];
     alignas(1024) Element dout[kStages][kBlockQ * kHeadDimV];
-    alignas(1024) Element ds[kStages][kBlockQ * kBlockKv];
-    alignas(1024) Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
-    alignas(1024) float dq[kConsumers][kAddsInBulk ? kBlockQ * kHeadDim / kConsumers : 4];
+    alignas(1024) Element ds[kDsStages][kBlockQ * kBlockKv];
+    alignas(kSplitsColumns ? 1024 : 16)
+        Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
+    alignas(128) float dq[kConsumers][kAddsInBulk ? kBlockQ * kHeadDim / kConsumers : 4];
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kBlockQ];
     alignas(128) int2 runs[kStages][kBlockQ];
@@ -155,6 +167,7 @@ struct BackwardKernel {
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
+    gpu::Barrier ds_free;           // dq and dk have read dS, if that has one stage
     TileInfo info[2];
   };
 
@@ -332,7 +345,18 @@ struct BackwardKernel {
     warpgroup_commit_batch();
   }
 
+  // The product of one part of the columns of b and c.
+  template <class Mma, class A, class B, class C>
+  static __device__ __forceinline__ void PartGemm(int part, Mma& mma, const A& a, const B& b,
+                                                  C& c) {
+    mma.accumulate_ = GMMA::ScaleOut::One;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < size<2>(a); ++k) cute::gemm(mma, a(_, 0, k), b(_, part, k), c(_, 0, part));
+    warpgroup_commit_batch();
+  }
+
   static constexpr int kScoreRegs = kGroupQ / 2;
+  static constexpr int kPartQ = kGroupQ / kParts, kPartRegs = kScoreRegs / kParts;
   static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
 
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
@@ -340,12 +364,25 @@ struct BackwardKernel {
   template <class F>
   static __device__ __forceinline__ void ForRows(const float* values, F&& f) {
 #pragma unroll
-    for (int block = 0; block < kGroupQ / 32; ++block) {
+    for (int part = 0; part < kParts; ++part) ForPartRows(part, values, f);
+  }
+  template <class F>
+  static __device__ __forceinline__ void ForPartRows(int part, const float* values, F&& f) {
+#pragma unroll
+    for (int block = part * kPartQ / 32; block < (part + 1) * kPartQ / 32; ++block) {
       const float4* from =
           reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float4 x = from[half];
+        float4 x;
+        if constexpr (kParts == 2) {
+          // Here and not before, where registers are scarce.
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                       : "r"(gpu::SmemAddress(from + half)));
+        } else {
+          x = from[half];
+        }
         const int i = block * 16 + half * 8;
         f(i, x.x);
         f(i + 1, x.y);
@@ -523,7 +560,7 @@ struct BackwardKernel {
   static __device__ __forceinline__ void AddBiasGradient(const BackwardParams& p,
                                                          const TileInfo& info, int head,
                                                          int q_first, const int (&kv)[2],
-                                                         const float (&ds)[kScoreRegs]) {
+                                                         const float (&ds)[kPartRegs]) {
     const gpu::ScoreParams& sp = p.score;
     const ScoreStrides& strides = sp.bias_strides;
     float* to =
@@ -534,7 +571,7 @@ struct BackwardKernel {
     };
     if (strides.row != 0 && strides.col != 0) {
 #pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) {
+      for (int i = 0; i < kPartRegs; ++i) {
         const int q = row + i / 4 * 8 + i % 2, j = kv[i / 2 % 2];
         add(q < sp.seqlen_q && j < sp.seqlen_kv, q * strides.row + j * strides.col, ds[i]);
       }
@@ -543,14 +580,14 @@ struct BackwardKernel {
       for (int r = 0; r < 2; ++r) {
         float sum = 0.f;
 #pragma unroll
-        for (int i = 0; i < kScoreRegs / 4; ++i) sum += ds[i * 4 + r * 2] + ds[i * 4 + r * 2 + 1];
+        for (int i = 0; i < kPartRegs / 4; ++i) sum += ds[i * 4 + r * 2] + ds[i * 4 + r * 2 + 1];
         sum = gpu::QuadSum(sum);
         add(lane % 4 == 0 && kv[r] < sp.seqlen_kv, kv[r] * strides.col, sum);
       }
     } else {
       float total = 0.f;
 #pragma unroll
-      for (int i = 0; i < kScoreRegs / 4; ++i) {
+      for (int i = 0; i < kPartRegs / 4; ++i) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float sum = ds[i * 4 + c] + ds[i * 4 + 2 + c];
@@ -573,14 +610,14 @@ struct BackwardKernel {
   }
 
   // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
-  static __device__ __forceinline__ void StoreTransposed(Element* to, int group,
+  static __device__ __forceinline__ void StoreTransposed(Element* to, int group, int part,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
     // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
     const int row = lane % 16;
     const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
 #pragma unroll
-    for (int g = 0; g < kGroupQ / 8; g += 2) {
+    for (int g = part * kPartQ / 8; g < (part + 1) * kPartQ / 8; g += 2) {
       const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
       const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
                                ((chunk % 8) ^ (row % 8)) * 16;
@@ -734,31 +771,33 @@ struct BackwardKernel {
     Tensor sPt = make_tensor(make_smem_ptr(smem.p[0]), LayoutDst{});
     Tensor sDst = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDst{});
     MmaS mma_s;
+    MmaDp mma_dp;
     MmaDv mma_dv;
     MmaDk mma_dk;
     MmaDq mma_dq;
     auto thread_s = mma_s.get_slice(thread);
+    auto thread_dp = mma_dp.get_slice(thread);
     auto thread_dv = mma_dv.get_slice(thread);
     auto thread_dk = mma_dk.get_slice(thread);
     auto thread_dq = mma_dq.get_slice(thread);
     Tensor tSrK = thread_s.partition_fragment_A(sK);
     Tensor tSrQ = thread_s.partition_fragment_B(sQ);
-    Tensor tPrV = thread_s.partition_fragment_A(sV);
-    Tensor tPrDo = thread_s.partition_fragment_B(sDo);
+    Tensor tPrV = thread_dp.partition_fragment_A(sV);
+    Tensor tPrDo = thread_dp.partition_fragment_B(sDo);
     Tensor tVrDo = thread_dv.partition_fragment_B(sDot);
     Tensor tKrQ = thread_dk.partition_fragment_B(sQt);
     Tensor tQrDs = thread_dq.partition_fragment_A(sDs);
     Tensor tQrK = thread_dq.partition_fragment_B(sKt);
     constexpr auto kScoreShape = Shape<Int<kBlockKv>, Int<kBlockQ>>{};
     Tensor tS = partition_fragment_C(mma_s, kScoreShape);
-    Tensor tDp = partition_fragment_C(mma_s, kScoreShape);
+    Tensor tDp = partition_fragment_C(mma_dp, kScoreShape);
     Tensor tDv = partition_fragment_C(mma_dv, Shape<Int<kBlockKv>, Int<kHeadDimV>>{});
     Tensor tDk = partition_fragment_C(mma_dk, Shape<Int<kBlockKv>, Int<kHeadDim>>{});
     // 16-bit P^T and dS^T: operands of dv and dk, in registers unless these go by columns.
     Tensor tP = make_tensor<Element>(Shape<Int<kScoreRegs>>{});
     Tensor tDs = make_tensor<Element>(Shape<Int<kScoreRegs>>{});
-    auto operand = [&](auto& mma, auto& registers, const auto& shared, int stage) {
-      if constexpr (kSplitsColumns) {
+    auto operand = [&](auto is_shared, auto& mma, auto& registers, const auto& shared, int stage) {
+      if constexpr (is_shared) {
         return mma.get_slice(thread).partition_fragment_A(shared)(_, _, _, stage);
       } else {
         return make_tensor(registers.data(), partition_shape_A(mma, kScoreShape));
@@ -768,14 +807,9 @@ struct BackwardKernel {
     float (&dp)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tDp.data());
     float (&dv)[kDvCols / 2] = *reinterpret_cast<float (*)[kDvCols / 2]>(tDv.data());
     float (&dk)[kDkCols / 2] = *reinterpret_cast<float (*)[kDkCols / 2]>(tDk.data());
-    // One lane speaks for its warp, once all of them have read.
-    auto release = [&](gpu::Barrier* bar) {
-      __syncwarp();
-      if (lane == 0) gpu::Arrive(bar);
-    };
 
     gpu::RingState<kStages> state;
-    int kv_phase = 0, dq_phase = 0, slot = 0;
+    int kv_phase = 0, dq_phase = 0, ds_phase = 0, slot = 0;
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
@@ -802,23 +836,40 @@ struct BackwardKernel {
       // The query tiles of one head after those of another.
       const int num_steps = info.num_steps;
       for (int step = 0; step < num_steps; ++step) {
-        const int stage = state.stage;
+        const int stage = state.stage, ds_stage = kDsStages == 1 ? 0 : stage;
         const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
-        gpu::Wait(&smem.q_ring.full[stage], state.phase);
         // dP^T starts from -delta, so that nothing is left to subtract.
-        ForRows(smem.delta[stage] + q_offset, [&](int i, float delta) {
-          dp[i] = -delta;
-          dp[i + 2] = -delta;
-        });
+        auto prepare_dp = [&](int part) {
+          ForPartRows(part, smem.delta[stage] + q_offset, [&](int i, float delta) {
+            dp[i] = -delta;
+            dp[i + 2] = -delta;
+          });
+        };
+        auto fence_dp = [&](int part) {
+          Tensor part_of_dp = tDp(_, _, part);
+          warpgroup_fence_operand(part_of_dp);
+        };
+        auto start_dp = [&](int part) {
+          fence_dp(part);
+          warpgroup_arrive();
+          PartGemm(part, mma_dp, tPrV, tPrDo(_, _, _, stage), tDp);
+        };
+        gpu::Wait(&smem.q_ring.full[stage], state.phase);
+        prepare_dp(0);
         warpgroup_fence_operand(tS);
-        warpgroup_fence_operand(tDp);
+        fence_dp(0);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        const auto [flags, head, m] = smem.steps[stage];
+        const Step now = smem.steps[stage];
+        const int flags = now.flags, head = now.head, m = now.m;
         float lse2[kScoreRegs / 2];
-        ForRows(smem.lse2[stage] + q_offset, [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        auto load_lse2 = [&](int part) {
+          ForPartRows(part, smem.lse2[stage] + q_offset,
+                      [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        };
+        if constexpr (!kIsCrowded) load_lse2(0);
         gpu::Wait(&smem.dout_ring.full[stage], state.phase);
-        Gemm(mma_s, tPrV, tPrDo(_, _, _, stage), tDp, true);
+        start_dp(0);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
         if (x.is_transformed) {
@@ -831,80 +882,127 @@ struct BackwardKernel {
         if (flags & kHasLarge) {
           ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
                             s);
-        } else {
+        }
+        auto exponentiate = [&](int part) {
+          if (flags & kHasLarge) return;
 #pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) {
+          for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) {
             s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
           }
-        }
-        // Fences keep the arithmetic on this side of the waits, where products are still under way.
-        warpgroup_fence_operand(tS);
+        };
+        auto round_p = [&](int part) {
+#pragma unroll
+          for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) {
+            tP(i) = static_cast<Element>(s[i]);
+          }
+        };
         auto add_dv = [&] {
-          auto p_operand = operand(mma_dv, tP, sPt, stage);
+          auto p_operand = operand(std::bool_constant<kSplitsColumns>{}, mma_dv, tP, sPt, ds_stage);
           if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
           warpgroup_fence_operand(tDv);
           warpgroup_arrive();
           Gemm(mma_dv, p_operand, tVrDo(_, _, _, stage), tDv, true);
         };
-        if constexpr (kEarlyDv) {
+        // dS^T from dP^T, which is done.
+        auto finish_ds = [&](int part) {
+          fence_dp(part);
 #pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
+          for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) dp[i] *= s[i];
+          if (x.cap > 0.f) {
+            // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
+            // probability.
+            const float inverse = gpu::kLn2 / x.cap;
+            ForPartRows(part, smem.lse2[stage] + q_offset, [&](int i, float lse2) {
+#pragma unroll
+              for (int r = 0; r < 4; r += 2) {
+                const float t = (__log2f(s[i + r]) + lse2) * inverse;
+                dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
+              }
+            });
+          }
+          if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
+#pragma unroll
+            for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) {
+              dp[i] = s[i] == 0.f ? 0.f : dp[i];
+            }
+          }
+          if constexpr (kHasElements) {
+            if (p.dbias != nullptr) {
+              AddBiasGradient(p, info, head, m * kBlockQ + q_offset + part * kPartQ, x.kv,
+                              *reinterpret_cast<float (*)[kPartRegs]>(&dp[part * kPartRegs]));
+            }
+          }
+        };
+        auto round_ds = [&](int part) {
+#pragma unroll
+          for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) {
+            tDs(i) = static_cast<Element>(dp[i]);
+          }
+        };
+        auto store = [&](Element* to, int part, auto& registers) {
+          StoreTransposed(to, group, part,
+                          *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&registers(0)));
+        };
+        if constexpr (kIsCrowded) load_lse2(0);
+        exponentiate(0);
+        // Fences keep the arithmetic on this side of the waits, where products are still under way.
+        warpgroup_fence_operand(tS);
+        if constexpr (kParts == 2) {
+          warpgroup_wait<0>();
+          finish_ds(0);
+          round_ds(0);
+          if constexpr (kDsStages == 1) {
+            gpu::Wait(&smem.ds_free, ds_phase ^ 1);
+            ds_phase ^= 1;
+          }
+          store(smem.ds[ds_stage], 0, tDs);
+          prepare_dp(1);
+          start_dp(1);
+          round_p(0);
+          load_lse2(1);
+          exponentiate(1);
+          round_p(1);
+          add_dv();
+          warpgroup_fence_operand(tS);
+          warpgroup_wait<1>();
+        } else if constexpr (!kSplitsColumns) {
+          round_p(0);
           add_dv();
           warpgroup_wait<1>();
         } else {
           warpgroup_wait<0>();
         }
-        warpgroup_fence_operand(tDp);
-#pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) dp[i] *= s[i];
-        if (x.cap > 0.f) {
-          // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
-          // probability.
-          const float inverse = gpu::kLn2 / x.cap;
-          ForRows(smem.lse2[stage] + q_offset, [&](int i, float lse2) {
-#pragma unroll
-            for (int r = 0; r < 4; r += 2) {
-              const float t = (__log2f(s[i + r]) + lse2) * inverse;
-              dp[i + r] = s[i + r] == 0.f ? 0.f : dp[i + r] * (1.f - t * t);
-            }
-          });
+        finish_ds(kParts - 1);
+        if constexpr (kSplitsColumns) {
+          round_p(0);
+          store(smem.p[ds_stage], 0, tP);
         }
-        if (!(flags & kIsFull)) {  // 0 * NaN of a pair that is not allowed
-#pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) dp[i] = s[i] == 0.f ? 0.f : dp[i];
-        }
-        if constexpr (kHasElements) {
-          if (p.dbias != nullptr) AddBiasGradient(p, info, head, m * kBlockQ + q_offset, x.kv, dp);
-        }
-        if constexpr (!kEarlyDv) {
-#pragma unroll
-          for (int i = 0; i < kScoreRegs; ++i) tP(i) = static_cast<Element>(s[i]);
-          if constexpr (kSplitsColumns) {
-            StoreTransposed(smem.p[stage], group,
-                            *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tP(0)));
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) tDs(i) = static_cast<Element>(dp[i]);
-        StoreTransposed(smem.ds[stage], group,
-                        *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&tDs(0)));
-        if constexpr (!kEarlyDv && !kSplitsColumns) add_dv();
+        round_ds(kParts - 1);
+        store(smem.ds[ds_stage], kParts - 1, tDs);
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         gpu::NamedSync(kDsBar, 128 * kConsumers);
-        if constexpr (kSplitsColumns) add_dv();
-        auto ds_operand = operand(mma_dk, tDs, sDst, stage);
+        auto finish_dv = [&] {
+          warpgroup_fence_operand(tDv);
+          if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
+          gpu::ArriveAsWarp(&smem.dout_ring.empty[stage]);
+        };
+        if constexpr (kIsCrowded) {
+          warpgroup_wait<0>();
+          finish_dv();
+        }
+        auto ds_operand = operand(std::bool_constant<kSharesDs>{}, mma_dk, tDs, sDst, ds_stage);
         Tensor tDq = partition_fragment_C(mma_dq, Shape<Int<kBlockQ>, Int<kHeadDim>>{});
-        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
+        if constexpr (!kSharesDs) warpgroup_fence_operand(tDs);
         warpgroup_fence_operand(tDk);
         warpgroup_fence_operand(tDq);
         warpgroup_arrive();
-        Gemm(mma_dq, tQrDs(_, _, _, stage), tQrK, tDq, false);
+        // First, so that dv and dk run beside its addition.
+        Gemm(mma_dq, tQrDs(_, _, _, ds_stage), tQrK, tDq, false);
+        if constexpr (kSplitsColumns) add_dv();
         Gemm(mma_dk, ds_operand, tKrQ(_, _, _, stage), tDk, true);
-        warpgroup_wait<1>();  // all but dk
+        warpgroup_wait<kSplitsColumns ? 2 : 1>();
         warpgroup_fence_operand(tDq);
-        warpgroup_fence_operand(tDv);
-        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tP);
-        release(&smem.dout_ring.empty[stage]);
+        if constexpr (!kSplitsColumns && !kIsCrowded) finish_dv();
         if constexpr (kAddsInBulk) {
           gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
           float* to = smem.dq[group] + threadIdx.x % 128 * 4;
@@ -914,29 +1012,56 @@ struct BackwardKernel {
                 make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
           }
           asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          release(&smem.dq_ring.full[group]);
+          gpu::ArriveAsWarp(&smem.dq_ring.full[group]);
           dq_phase ^= 1;
         } else {
           AddRegisters(DqPart(p, info, head, m, group), group, tDq);
         }
         warpgroup_wait<0>();
         warpgroup_fence_operand(tDk);
-        if constexpr (!kSplitsColumns) warpgroup_fence_operand(tDs);
-        release(&smem.q_ring.empty[stage]);
+        if constexpr (kSplitsColumns) finish_dv();
+        if constexpr (!kSharesDs) warpgroup_fence_operand(tDs);
+        if constexpr (kDsStages == 1) gpu::ArriveAsWarp(&smem.ds_free);
+        gpu::ArriveAsWarp(&smem.q_ring.empty[stage]);
         state.Next();
       }
-      release(&smem.kv_empty);
-      Finish(p, info, group, x, dk, dv);
+      gpu::ArriveAsWarp(&smem.kv_empty);
+      if constexpr (kStagesDkv) {
+        // dq of the last step has been read.
+        gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
+      }
+      Finish(p, info, group, x, dk, dv, smem);
     }
   }
 
   // Epilogue
   // ----------------------------------------------------------------------------------------------------------
 
+  // dk and dv of whole rows go by way of the memory that dq is added from, a part for each warp.
+  static constexpr bool kStagesDkv = kAddsInBulk && !kSplitsColumns;
+  static constexpr int kStagedCols = 64;
+  static constexpr int kStageFloats = kBlockQ * kHeadDim / kConsumers / 4;
+
+  // Rows of one warp.
+  template <int kRegs>
+  static __device__ __forceinline__ void StoreStaged(float* memory, const float (&x)[kRegs],
+                                                     Element* first, int64_t stride, int num_rows,
+                                                     int num_columns) {
+    using Stage = gpu::RowStage<Element, kStagedCols>;
+    static_assert(sizeof(Stage) <= kStageFloats * sizeof(float));
+    static_assert(kRegs * 2 % kStagedCols == 0);
+#pragma unroll
+    for (int i = 0; i < kRegs * 2 / kStagedCols; ++i) {
+      reinterpret_cast<Stage*>(memory)->Store(
+          *reinterpret_cast<const float (*)[kStagedCols / 2]>(&x[i * (kStagedCols / 2)]),
+          first + i * kStagedCols, stride, num_rows, num_columns - i * kStagedCols);
+    }
+  }
+
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileInfo& info,
                                                 int group, const Scores& x,
-                                                float (&dk)[kDkCols / 2],
-                                                float (&dv)[kDvCols / 2]) {
+                                                float (&dk)[kDkCols / 2], float (&dv)[kDvCols / 2],
+                                                SharedStorage& smem) {
     const gpu::ScoreParams& sp = p.score;
     const int lane = threadIdx.x % 32;
     bool is_nan = false;
@@ -950,22 +1075,36 @@ struct BackwardKernel {
     if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 && x.kv[0] < sp.seqlen_kv) {
       p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.kv_head, x.kv[0]};
     }
-    const int dk_column = kSplitsColumns ? group * kDkCols : 0,
-              dv_column = kSplitsColumns ? group * kDvCols : 0;
-    Element *dk_rows[2], *dv_rows[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    if constexpr (kStagesDkv) {
+      const int warp = threadIdx.x % 128 / 32;
+      const int first = info.kv_first + group * kGroupKv + warp * 16;
+      const int num_rows = sp.seqlen_kv - first;
+      const int64_t heads = sp.num_kv_heads;
       const int64_t row =
-          (static_cast<int64_t>(info.batch) * sp.seqlen_kv + x.kv[r]) * sp.num_kv_heads +
-          info.kv_head;
-      const bool is_inside = x.kv[r] < sp.seqlen_kv;
-      dk_rows[r] =
-          is_inside ? static_cast<Element*>(p.dk) + row * sp.head_dim + dk_column : nullptr;
-      dv_rows[r] =
-          is_inside ? static_cast<Element*>(p.dv) + row * sp.head_dim_v + dv_column : nullptr;
+          (static_cast<int64_t>(info.batch) * sp.seqlen_kv + first) * heads + info.kv_head;
+      float* memory = smem.dq[group] + warp * kStageFloats;
+      StoreStaged(memory, dk, static_cast<Element*>(p.dk) + row * sp.head_dim, heads * sp.head_dim,
+                  num_rows, sp.head_dim);
+      StoreStaged(memory, dv, static_cast<Element*>(p.dv) + row * sp.head_dim_v,
+                  heads * sp.head_dim_v, num_rows, sp.head_dim_v);
+    } else {
+      const int dk_column = kSplitsColumns ? group * kDkCols : 0,
+                dv_column = kSplitsColumns ? group * kDvCols : 0;
+      Element *dk_rows[2], *dv_rows[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t row =
+            (static_cast<int64_t>(info.batch) * sp.seqlen_kv + x.kv[r]) * sp.num_kv_heads +
+            info.kv_head;
+        const bool is_inside = x.kv[r] < sp.seqlen_kv;
+        dk_rows[r] =
+            is_inside ? static_cast<Element*>(p.dk) + row * sp.head_dim + dk_column : nullptr;
+        dv_rows[r] =
+            is_inside ? static_cast<Element*>(p.dv) + row * sp.head_dim_v + dv_column : nullptr;
+      }
+      gpu::StoreRows<Element>(dk, dk_rows, sp.head_dim - dk_column);
+      gpu::StoreRows<Element>(dv, dv_rows, sp.head_dim_v - dv_column);
     }
-    gpu::StoreRows<Element>(dk, dk_rows, sp.head_dim - dk_column);
-    gpu::StoreRows<Element>(dv, dv_rows, sp.head_dim_v - dv_column);
   }
 };
 
@@ -980,16 +1119,18 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
     gpu::InitBarrier(&smem.kv_full, 1);
-    gpu::InitBarrier(&smem.kv_empty, 4 * Kernel::kConsumers + Kernel::kConsumers);
+    constexpr int kGroupArrivals = 4 * gpu::kArrivalsOfWarp;
+    gpu::InitBarrier(&smem.kv_empty, (kGroupArrivals + 1) * Kernel::kConsumers);
+    gpu::InitBarrier(&smem.ds_free, kGroupArrivals * Kernel::kConsumers);
     for (int i = 0; i < Kernel::kConsumers; ++i) {
-      gpu::InitBarrier(&smem.dq_ring.full[i], 4);
+      gpu::InitBarrier(&smem.dq_ring.full[i], kGroupArrivals);
       gpu::InitBarrier(&smem.dq_ring.empty[i], 1);
     }
     for (int i = 0; i < Kernel::kStages; ++i) {
       gpu::InitBarrier(&smem.q_ring.full[i], 1);
-      gpu::InitBarrier(&smem.q_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.q_ring.empty[i], kGroupArrivals * Kernel::kConsumers);
       gpu::InitBarrier(&smem.dout_ring.full[i], 1);
-      gpu::InitBarrier(&smem.dout_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.dout_ring.empty[i], kGroupArrivals * Kernel::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
