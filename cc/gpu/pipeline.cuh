@@ -84,6 +84,13 @@ __device__ __forceinline__ void LoadBox(void* smem, const CUtensorMap* map, Barr
       : "memory");
 }
 
+__device__ __forceinline__ void PrefetchBox(const CUtensorMap* map, int col, int mask_row,
+                                            int offset_row, int head, int entry) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+               "r"(col), "r"(mask_row), "r"(offset_row), "r"(head), "r"(entry)
+               : "memory");
+}
+
 // Rows [first, first + valid) of one head into [column block][row][kBoxCols]; the rest of the tile
 // is zero-filled. Column blocks lie kPitch rows apart.
 template <int kRows, int kCols, int kBoxCols, int kPitch = kRows, typename T>
@@ -93,6 +100,16 @@ __device__ __forceinline__ void LoadRows(T* smem, const CUtensorMap* map, Barrie
   for (int c = 0; c < kCols / kBoxCols; ++c) {
     LoadBox(smem + c * kPitch * kBoxCols, map, bar, c * kBoxCols, kRows - valid, first + valid,
             head, entry);
+  }
+}
+
+// What LoadRows would load, into L2.
+template <int kRows, int kCols, int kBoxCols>
+__device__ __forceinline__ void PrefetchRows(const CUtensorMap* map, int first, int valid, int head,
+                                             int entry) {
+#pragma unroll
+  for (int c = 0; c < kCols / kBoxCols; ++c) {
+    PrefetchBox(map, c * kBoxCols, kRows - valid, first + valid, head, entry);
   }
 }
 

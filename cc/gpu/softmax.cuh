@@ -5,6 +5,8 @@
 // % 4) + c.
 #pragma once
 
+#include <cutlass/array.h>
+
 #include <cstdint>
 
 namespace jax_fmha::gpu {
@@ -37,15 +39,26 @@ __device__ __forceinline__ float Tanh(float x) {
   return y;
 }
 
-// max: running maximum of the scores as they come (unscaled); sum: this thread's share of the row
-// sum.
+template <typename Element>
+__device__ __forceinline__ uint32_t PackPair(float first, float second) {
+  cutlass::Array<Element, 2> pair;
+  pair[0] = static_cast<Element>(first);
+  pair[1] = static_cast<Element>(second);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// A row's exponentials are taken against its base, 2^(factor * s - base). max: the score that the
+// base was worked out from; sum: this thread's share of the row sum.
 struct RowStats {
   float max[2] = {-kInf, -kInf};
   float sum[2] = {0.f, 0.f};
+  float base[2] = {0.f, 0.f};
+  bool is_steady = false;  // in all of the warp: bases may stay
 };
 
-// Turns scores into exp2(factor * (s - max)) in place and updates the statistics; `rescale[r]` is
-// what earlier sums and outputs of row r must be multiplied with. `factor` is positive.
+// Turns scores into exponentials against the running maximum in place and updates the statistics;
+// `rescale[r]` is what earlier sums and outputs of row r must be multiplied with. `factor` is
+// positive.
 template <int kRegs>
 __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, RowStats& stats,
                                               float (&rescale)[2]) {
@@ -64,7 +77,10 @@ __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, R
     // Rounded like the base: a maximum that stays gives exactly 1, whatever its size.
     rescale[r] = Exp2(__fmul_rn(before[r], factor) - base[r]);
   }
-  if (__any_sync(0xffffffff, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeBase)) {
+  const bool has_large = __any_sync(0xffffffff, fmaxf(fabsf(base[0]), fabsf(base[1])) > kLargeBase);
+  const bool has_empty = __any_sync(0xffffffff, fminf(stats.max[0], stats.max[1]) == -kInf);
+  stats.is_steady = !has_large && !has_empty;
+  if (has_large) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (fabsf(base[r]) <= kLargeBase) continue;
@@ -79,6 +95,7 @@ __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, R
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    stats.base[r] = base[r];
     float sums[2] = {stats.sum[r] * rescale[r], 0.f};  // two chains of additions
 #pragma unroll
     for (int i = 0; i < kRegs / 4; ++i) {
@@ -91,6 +108,35 @@ __device__ __forceinline__ void OnlineSoftmax(float (&s)[kRegs], float factor, R
     }
     stats.sum[r] = sums[0] + sums[1];
   }
+}
+
+// What a thread's exponentials against a base that stays may add up to: half of the range of F16.
+inline constexpr float kSteadyLimit = 1 << 15;
+
+// Exponentials of row kRow against the base that it has, as pairs of 16-bit elements: no maximum,
+// and nothing to rescale. Gives this thread's share of their sum. A base below the running maximum
+// is as good as the maximum itself, as long as no exponential is larger than 16-bit elements and
+// sums hold well: use them only if every sum of the warp is IsSteady.
+template <typename Element, int kRow, int kRegs>
+__device__ __forceinline__ float SteadyExponentials(const float (&s)[kRegs], float factor,
+                                                    float base, uint32_t (&pairs)[kRegs / 4]) {
+  float sums[2];  // two chains of additions
+#pragma unroll
+  for (int i = 0; i < kRegs / 4; ++i) {
+    float x[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      x[c] = Exp2(s[i * 4 + kRow * 2 + c] * factor - base);
+      sums[c] = i == 0 ? x[c] : sums[c] + x[c];
+    }
+    pairs[i] = PackPair<Element>(x[0], x[1]);
+  }
+  return sums[0] + sums[1];
+}
+
+// Of all of a warp's threads.
+__device__ __forceinline__ bool IsSteady(float sum) {
+  return __all_sync(0xffffffff, sum <= kSteadyLimit);
 }
 
 }  // namespace jax_fmha::gpu

@@ -1,10 +1,11 @@
 // Forward attention on Hopper: out = softmax(scale * q k^T) v for [entries, T, N, H] operands, and
 // its lse.
 //
-// One producer warp loads tiles by TMA; block_q / 64 consumer warpgroups hold 64 query rows each,
-// keep scores, probabilities and output in registers, and overlap the score product of one key tile
-// with the softmax of the one before. Thread blocks are persistent and take (query tile, head,
-// batch entry) triples, longest first.
+// Thread blocks are persistent and take (query tile, head, batch entry) triples, longest first. One
+// warp plans them, one loads them by TMA; block_q / 64 consumer warpgroups hold 64 query rows each
+// and keep scores, probabilities and output in registers. They take turns: while one multiplies,
+// the other is at its softmax, under which its value product of the key tile before still runs. So
+// do the first softmax of a tile and the last value product of the tile before.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -38,6 +39,20 @@ struct ForwardKernel {
   static constexpr bool kHasSegments = kMode != ForwardMode::kDense,
                         kHasElements = kMode == ForwardMode::kGeneral;
   static constexpr bool kPingPong = kHeadDim <= 128;
+  // Where registers are left, probabilities wait there for the end of the value product before.
+  static constexpr bool kHoldsPairs =
+      !kHasElements && kConsumers == 2 && kBlockKv + kHeadDimV / 2 + kBlockKv / 8 <= 208;
+
+  // Output rows leave by way of shared memory, and the next query rows arrive there before the old
+  // ones are used up, where there is room for them.
+  using OutStage = gpu::RowStage<Element, kHeadDimV>;
+  static constexpr int TileBytes(int q_slots, bool stages_out) {
+    return 2 * (q_slots * kBlockQ * kHeadDim + kStages * kBlockKv * (kHeadDim + kHeadDimV)) +
+           (stages_out ? 4 * kConsumers * static_cast<int>(sizeof(OutStage)) : 0);
+  }
+  static constexpr int kRoom = 226 * 1024;  // beside barriers
+  static constexpr int kQSlots = TileBytes(2, true) <= kRoom ? 2 : 1;
+  static constexpr bool kStagesOut = TileBytes(kQSlots, true) <= kRoom;
 
   using TileQK = Shape<Int<kBlockQ>, Int<kBlockKv>, Int<kHeadDim>>;
   using TilePV = Shape<Int<kBlockQ>, Int<kHeadDimV>, Int<kBlockKv>>;
@@ -52,43 +67,68 @@ struct ForwardKernel {
                                    GMMA::Layout_K_SW64_Atom<Element>>;
   using AtomMn = std::conditional_t<kBoxCols == 64, GMMA::Layout_MN_SW128_Atom<Element>,
                                     GMMA::Layout_MN_SW64_Atom<Element>>;
-  using LayoutQ = decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockQ>, Int<kHeadDim>>{}));
+  using LayoutQ =
+      decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockQ>, Int<kHeadDim>, Int<kQSlots>>{}));
   using LayoutK =
       decltype(tile_to_shape(AtomK{}, Shape<Int<kBlockKv>, Int<kHeadDim>, Int<kStages>>{}));
   // The same bytes as [stage][column block][row][kBoxCols], seen as (Hv, kv).
   using LayoutVt = decltype(tile_to_shape(
       AtomMn{}, Shape<Int<kHeadDimV>, Int<kBlockKv>, Int<kStages>>{}, Step<_2, _1, _3>{}));
 
-  // A warpgroup asks for its next query rows as soon as it needs its old ones no more, so that
-  // warpgroups stay out of step across tiles. The producer may be two tiles ahead of the slowest
-  // reader of a TileInfo.
-  static constexpr int kInfoSlots = 3;
+  // Of the tile that the planner describes, the one that the producer loads, those whose query rows
+  // are in use, and the one that a warpgroup still ends then.
+  static constexpr int kInfoSlots = kQSlots + 3;
+  static __device__ int NextInfo(int slot) { return slot == kInfoSlots - 1 ? 0 : slot + 1; }
+  // The next tile is asked for when no more than these key tiles are left to load: one that is
+  // claimed earlier waits while other blocks idle.
+  static constexpr int kTilesAhead = 2;
 
-  // What a tile is, worked out once by the producer.
-  using TileInfo = gpu::ForwardTileInfo;
+  // What a tile is, worked out once by the planner.
+  struct TileInfo : gpu::ForwardTileInfo {
+    float scale, cap;  // cap 0: none
+  };
 
   struct KeyTile {
     int first;      // key
     int is_masked;  // by a mask, here and there
   };
 
-  // Output rows leave by way of shared memory where there is room for them.
-  using OutStage = gpu::RowStage<Element, kHeadDimV>;
-  static constexpr int kTileBytes =
-      2 * (kBlockQ * kHeadDim + kStages * kBlockKv * (kHeadDim + kHeadDimV));
-  static constexpr bool kStagesOut =
-      kTileBytes + 4 * kConsumers * static_cast<int>(sizeof(OutStage)) <= 225 * 1024;
-
   struct alignas(1024) SharedStorage {
-    alignas(1024) Element q[kBlockQ * kHeadDim];
+    alignas(1024) Element q[kQSlots][kBlockQ * kHeadDim];
     alignas(1024) Element k[kStages][kBlockKv * kHeadDim];
     alignas(1024) Element v[kStages][kBlockKv * kHeadDimV];
     alignas(16) char out[kStagesOut ? 4 * kConsumers * sizeof(OutStage) : 16];  // of each warp
-    gpu::Barrier q_full[kConsumers], q_empty[kConsumers];
+    gpu::Ring<kQSlots> q_ring[kConsumers];
     gpu::Ring<kStages> k_ring, v_ring;
+    gpu::Ring<1> tile_ring;      // from the planner to the producer
     KeyTile key_tiles[kStages];  // kHasElements: of the slots of k_ring
     TileInfo info[kInfoSlots];
   };
+
+  // Planner: claims and describes tiles
+  // ----------------------------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ void Plan(const ForwardParams& p, SharedStorage& smem) {
+    const gpu::ScoreParams& s = p.score;
+    int slot = 0, phase = 0;
+    for (int tile = blockIdx.x; tile < p.order.num_tiles;) {
+      TileInfo& info = smem.info[slot];
+      static_cast<gpu::ForwardTileInfo&>(info) =
+          gpu::DescribeForwardTile<kBlockQ, kBlockKv, kHasSegments, kHasElements>(s, p.order, tile);
+      const Operand& cap = s.logits_soft_cap;
+      info.scale = gpu::ScaleOf(s, info.batch);
+      info.cap = cap.data == nullptr
+                     ? 0.f
+                     : fabsf(gpu::ReadFloat(cap, gpu::EntryOf(cap.batch, info.batch)));
+      gpu::Arrive(&smem.tile_ring.full[0]);
+      slot = NextInfo(slot);
+      gpu::Wait(&smem.tile_ring.empty[0], phase);
+      phase ^= 1;
+      tile = gridDim.x + atomicAdd(p.next_tile, 1);
+    }
+    smem.info[slot].is_last = 1;
+    gpu::Arrive(&smem.tile_ring.full[0]);
+  }
 
   // Producer
   // ----------------------------------------------------------------------------------------------------------
@@ -98,31 +138,50 @@ struct ForwardKernel {
                                                  const CUtensorMap* k_tensor,
                                                  const CUtensorMap* v_tensor, SharedStorage& smem) {
     const gpu::ScoreParams& s = p.score;
+    gpu::RingState<kQSlots> q_state;
     gpu::RingState<kStages> k_state, v_state;
-    k_state.phase = v_state.phase = 1;  // empty slots
-    int q_phase = 1, slot = 0;
-    int tile = blockIdx.x;
-    while (tile < p.order.num_tiles) {
-      const TileInfo info =
-          gpu::DescribeForwardTile<kBlockQ, kBlockKv, kHasSegments, kHasElements>(s, p.order, tile);
+    q_state.phase = k_state.phase = v_state.phase = 1;  // empty slots
+    // The last values of a tile come after the first keys of the next, in the order of their use.
+    struct {
+      int first, valid, head, entry;
+    } values = {0, 0, 0, 0};  // nothing, if valid is 0
+    auto load_v = [&] {
+      if (values.valid == 0) return;
+      gpu::Wait(&smem.v_ring.empty[v_state.stage], v_state.phase);
+      gpu::ArriveExpect(&smem.v_ring.full[v_state.stage], kBlockKv * kHeadDimV * 2);
+      gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v[v_state.stage], v_tensor,
+                                                   &smem.v_ring.full[v_state.stage], values.first,
+                                                   values.valid, values.head, values.entry);
+      v_state.Next();
+    };
+    for (int slot = 0, phase = 0;;) {
+      gpu::Wait(&smem.tile_ring.full[0], phase);
+      phase ^= 1;
+      const TileInfo& info = smem.info[slot];
+      slot = NextInfo(slot);
+      if (info.is_last) break;
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
                 k_entry = gpu::EntryOf(p.k_map, info.batch),
                 v_entry = gpu::EntryOf(p.v_map, info.batch);
       const int kv_head = info.head / s.group_size;
-      auto load_q = [&](int group) {
-        gpu::Wait(&smem.q_empty[group], q_phase);
-        if (group == 0) smem.info[slot] = info;
-        if (info.num_kv_tiles == 0) {
-          gpu::Arrive(&smem.q_full[group]);
-          return;
+      auto load_q = [&] {
+#pragma unroll
+        for (int group = 0; group < kConsumers; ++group) {
+          auto& ring = smem.q_ring[group];
+          gpu::Wait(&ring.empty[q_state.stage], q_state.phase);
+          if (info.num_kv_tiles == 0) {
+            gpu::Arrive(&ring.full[q_state.stage]);
+            continue;
+          }
+          // A warpgroup past the last row gets some row: a box without any row would touch memory
+          // that is not ours.
+          const int first = info.q_first + group * 64;
+          gpu::ArriveExpect(&ring.full[q_state.stage], 64 * kHeadDim * 2);
+          gpu::LoadRows<64, kHeadDim, kBoxCols, kBlockQ>(
+              smem.q[q_state.stage] + group * 64 * kBoxCols, q_tensor, &ring.full[q_state.stage],
+              min(first, s.seqlen_q - 1), max(1, min(64, s.seqlen_q - first)), info.head, q_entry);
         }
-        // A warpgroup past the last row gets some row: a box without any row would touch memory
-        // that is not ours.
-        const int first = info.q_first + group * 64;
-        gpu::ArriveExpect(&smem.q_full[group], 64 * kHeadDim * 2);
-        gpu::LoadRows<64, kHeadDim, kBoxCols, kBlockQ>(
-            smem.q + group * 64 * kBoxCols, q_tensor, &smem.q_full[group],
-            min(first, s.seqlen_q - 1), max(1, min(64, s.seqlen_q - first)), info.head, q_entry);
+        q_state.Next();
       };
       // Tiles of the range by the mask, which skips some.
       const gpu::TileWord* line = nullptr;
@@ -134,46 +193,58 @@ struct ForwardKernel {
       auto last_seen = [&](int n) {
         return gpu::LastSeen(line, line_first, line_first + n) - line_first;
       };
-      auto load_k = [&](int n) {
-        const int first = info.kv_first + n * kBlockKv;
+      // Keys of tile n now, its values next time.
+      auto load = [&](int n) {
+        const int first = info.kv_first + n * kBlockKv, valid = min(kBlockKv, info.kv_end - first);
         gpu::Wait(&smem.k_ring.empty[k_state.stage], k_state.phase);
         if constexpr (kHasElements) {
           smem.key_tiles[k_state.stage] = {first, gpu::IsPartial(line, line_first + n)};
         }
         gpu::ArriveExpect(&smem.k_ring.full[k_state.stage], kBlockKv * kHeadDim * 2);
-        gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(
-            smem.k[k_state.stage], k_tensor, &smem.k_ring.full[k_state.stage], first,
-            min(kBlockKv, info.kv_end - first), kv_head, k_entry);
+        gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k[k_state.stage], k_tensor,
+                                                    &smem.k_ring.full[k_state.stage], first, valid,
+                                                    kv_head, k_entry);
         k_state.Next();
+        load_v();
+        values = {first, valid, kv_head, v_entry};
       };
-      auto load_v = [&](int n) {
-        const int first = info.kv_first + n * kBlockKv;
-        gpu::Wait(&smem.v_ring.empty[v_state.stage], v_state.phase);
-        gpu::ArriveExpect(&smem.v_ring.full[v_state.stage], kBlockKv * kHeadDimV * 2);
-        gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(
-            smem.v[v_state.stage], v_tensor, &smem.v_ring.full[v_state.stage], first,
-            min(kBlockKv, info.kv_end - first), kv_head, v_entry);
-        v_state.Next();
-      };
-      load_q(0);
-      int n = last_seen(info.kv_range - 1);
-      if (n >= 0) load_k(n);
-      for (int group = 1; group < kConsumers; ++group) load_q(group);
-      q_phase ^= 1;
-      slot = slot == kInfoSlots - 1 ? 0 : slot + 1;
-      for (int next = last_seen(n - 1); next >= 0; next = last_seen(n - 1)) {
-        load_k(next);
-        load_v(n);
-        n = next;
+      if constexpr (kQSlots > 1) {
+        load_q();
+      } else {
+        // The slot is free when the last scores of the tile before are there: until then, rows come
+        // as far as L2.
+        for (int group = 0; group < kConsumers; ++group) {
+          const int first = info.q_first + group * 64;
+          if (info.num_kv_tiles > 0 && first < s.seqlen_q) {
+            gpu::PrefetchRows<64, kHeadDim, kBoxCols>(q_tensor, first, min(64, s.seqlen_q - first),
+                                                      info.head, q_entry);
+          }
+        }
       }
-      // Not earlier: a tile claimed ahead of time waits while other blocks idle.
-      tile = gridDim.x + atomicAdd(p.next_tile, 1);
-      if (n >= 0) load_v(n);
+      int n = last_seen(info.kv_range - 1);
+      if (n >= 0) {
+        load(n);
+      } else {
+        load_v();
+        values.valid = 0;
+      }
+      if constexpr (kQSlots == 1) load_q();
+      bool is_asked = false;
+      auto ask = [&](int n) {
+        if (is_asked || n >= kTilesAhead) return;
+        gpu::Arrive(&smem.tile_ring.empty[0]);
+        is_asked = true;
+      };
+      for (n = last_seen(n - 1); n >= 0; n = last_seen(n - 1)) {
+        ask(n);
+        load(n);
+      }
+      ask(n);
     }
+    load_v();
     for (int group = 0; group < kConsumers; ++group) {
-      gpu::Wait(&smem.q_empty[group], q_phase);
-      if (group == 0) smem.info[slot].is_last = 1;
-      gpu::Arrive(&smem.q_full[group]);
+      gpu::Wait(&smem.q_ring[group].empty[q_state.stage], q_state.phase);
+      gpu::Arrive(&smem.q_ring[group].full[q_state.stage]);
     }
   }
 
@@ -264,17 +335,71 @@ struct ForwardKernel {
     }
   }
 
+  // A bit for each key of a row that this thread holds: those of columns 8 i and 8 i + 1 from its
+  // first on.
+  struct KeyBits {
+    uint32_t word[(kScoreRegs / 2 + 31) / 32];
+  };
+  static __device__ __forceinline__ KeyBits KeysBelow(int column) {
+    const int at = max(column, 0), count = at / 8 * 2 + min(at % 8, 2);
+    KeyBits bits;
+#pragma unroll
+    for (int w = 0; w < (kScoreRegs / 2 + 31) / 32; ++w) {
+      const int here = count - w * 32;
+      bits.word[w] = here >= 32 ? ~0u : here <= 0 ? 0u : (1u << here) - 1;
+    }
+    return bits;
+  }
+
+  // A tile of query rows, as a thread works on it.
+  struct RowTile {
+    const TileInfo* info;
+    Rows rows;
+    int full_begin, full_end;  // keys that every row may see
+    // The exponent takes the unit as a positive factor; anything else is applied to the scores
+    // first.
+    bool is_transformed, is_capped;
+    float scale, inverse_cap;
+    float unit;  // logits per score, as the softmax sees them
+  };
+
+  static __device__ __forceinline__ RowTile OpenTile(const ForwardParams& p, const TileInfo& info,
+                                                     int group) {
+    const gpu::ScoreParams& sp = p.score;
+    RowTile tile;
+    tile.info = &info;
+    tile.rows.first =
+        info.q_first + group * 64 + (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      tile.rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, tile.rows.index(r));
+    }
+    tile.full_begin = info.full_begin;
+    tile.full_end = info.full_end;
+    tile.scale = info.scale;
+    const float cap = info.cap;
+    const bool has_bias = kHasElements && sp.bias.data != nullptr;
+    tile.is_capped = cap > 0.f;
+    tile.is_transformed = tile.is_capped || !(tile.scale > 0.f) || has_bias;
+    tile.unit = tile.is_capped ? cap : tile.is_transformed ? 1.f : tile.scale;
+    tile.inverse_cap = tile.is_capped ? 1.f / cap : 1.f;
+    if (!has_bias) tile.scale *= tile.inverse_cap;
+    return tile;
+  }
+
   // Scores of one key tile: scale, bias and soft cap where they cannot be folded into the exponent,
   // then masks.
-  static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      float scale, float cap, bool is_transformed,
-                                                      const Rows& rows, int kv_first,
-                                                      bool is_masked, float (&s)[kScoreRegs]) {
-    const gpu::ScoreParams& sp = p.score;
+  template <bool kIsFirst>
+  static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const RowTile& tile,
+                                                      int kv_first, bool is_partial, bool is_masked,
+                                                      float (&s)[kScoreRegs]) {
+    [[maybe_unused]] const gpu::ScoreParams& sp = p.score;
+    const TileInfo& info = *tile.info;
+    const Rows& rows = tile.rows;
     const int col = 2 * (threadIdx.x % 4);
-    if (is_transformed) {
+    if (tile.is_transformed) {
 #pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) s[i] *= scale;
+      for (int i = 0; i < kScoreRegs; ++i) s[i] *= tile.scale;
       if constexpr (kHasElements) {
         if (sp.bias.data != nullptr) {
           const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, false);
@@ -283,25 +408,40 @@ struct ForwardKernel {
           } else {
             AddBias<uint16_t>(sp, rules, rows, kv_first + col, s);
           }
+          if (tile.is_capped) {
+#pragma unroll
+            for (int i = 0; i < kScoreRegs; ++i) s[i] *= tile.inverse_cap;
+          }
         }
       }
-      if (cap > 0.f) {
-        const float inverse = 1.f / cap;
+      if (tile.is_capped) {
 #pragma unroll
-        for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
+        for (int i = 0; i < kScoreRegs; ++i) s[i] = gpu::Tanh(s[i]);
       }
     }
-    if (kv_first < info.full_begin || kv_first + kBlockKv > info.full_end || is_masked) {
+    if (is_partial) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int lo = rows.interval[r].x - kv_first - col;
-        const unsigned length = rows.interval[r].y - rows.interval[r].x;
+        if constexpr (kIsFirst) {
+          const int origin = kv_first + col;
+          const KeyBits below_end = KeysBelow(rows.interval[r].y - origin),
+                        below_begin = KeysBelow(rows.interval[r].x - origin);
 #pragma unroll
-        for (int i = 0; i < kScoreRegs / 4; ++i) {
+          for (int i = 0; i < kScoreRegs / 2; ++i) {
+            float& x = s[i / 2 * 4 + r * 2 + i % 2];
+            const uint32_t keep = below_end.word[i / 32] & ~below_begin.word[i / 32];
+            x = keep >> i % 32 & 1 ? x : -gpu::kInf;
+          }
+        } else {
+          const int lo = rows.interval[r].x - kv_first - col;
+          const unsigned length = rows.interval[r].y - rows.interval[r].x;
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& x = s[i * 4 + r * 2 + c];
-            x = static_cast<unsigned>(i * 8 + c - lo) < length ? x : -gpu::kInf;
+          for (int i = 0; i < kScoreRegs / 4; ++i) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              float& x = s[i * 4 + r * 2 + c];
+              x = static_cast<unsigned>(i * 8 + c - lo) < length ? x : -gpu::kInf;
+            }
           }
         }
       }
@@ -336,12 +476,10 @@ struct ForwardKernel {
   }
 
   static __device__ __forceinline__ void Consume(const ForwardParams& p, SharedStorage& smem) {
-    const gpu::ScoreParams& sp = p.score;
     const int thread = threadIdx.x - 128;
     const int group = __shfl_sync(0xffffffff, thread / 128, 0);
-    const int lane = threadIdx.x % 32;
 
-    Tensor sQ = make_tensor(make_smem_ptr(smem.q), LayoutQ{});
+    Tensor sQ = make_tensor(make_smem_ptr(smem.q[0]), LayoutQ{});
     Tensor sK = make_tensor(make_smem_ptr(smem.k[0]), LayoutK{});
     Tensor sVt = make_tensor(make_smem_ptr(smem.v[0]), LayoutVt{});
     MmaQK mma_qk;
@@ -359,15 +497,8 @@ struct ForwardKernel {
     float (&s)[kScoreRegs] = *reinterpret_cast<float (*)[kScoreRegs]>(tSrS.data());
     float (&o)[kOutRegs] = *reinterpret_cast<float (*)[kOutRegs]>(tOrO.data());
 
-    auto convert = [&] {
-#pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) tOrP(i) = static_cast<Element>(s[i]);
-    };
-    // One lane speaks for its warp, once all of them have read.
-    auto release = [&](gpu::Barrier* bar) {
-      __syncwarp();
-      if (lane == 0) gpu::Arrive(bar);
-    };
+    uint32_t (&pairs)[kScoreRegs / 2] =
+        *reinterpret_cast<uint32_t (*)[kScoreRegs / 2]>(tOrP.data());
     constexpr int kPingPongBar = 1;
     auto my_turn = [&] {
       if constexpr (kPingPong) gpu::NamedSync(kPingPongBar + group, 256);
@@ -380,143 +511,219 @@ struct ForwardKernel {
     if (kPingPong && group == kConsumers - 1) gpu::NamedArrive(kPingPongBar, 256);
 
     gpu::RingState<kStages> k_state, v_state;
-    int q_phase = 0, slot = 0;
-    while (true) {
-      gpu::Wait(&smem.q_full[group], q_phase);
-      q_phase ^= 1;
-      const TileInfo& info = smem.info[slot];
-      slot = slot == kInfoSlots - 1 ? 0 : slot + 1;
-      if (info.is_last) return;
-      const float scale = gpu::ScaleOf(sp, info.batch);
-      const float cap =
-          sp.logits_soft_cap.data == nullptr
-              ? 0.f
-              : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
-                                     gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
-      // The exponent takes the scale as a positive factor; anything else is applied to the scores
-      // first.
-      const bool is_transformed = sp.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
-                                  (kHasElements && sp.bias.data != nullptr);
-      const float unit = is_transformed ? 1.f : scale;  // logits per score
-      const float factor = unit * gpu::kLog2e;
-      Rows rows;
-      rows.first = info.q_first + group * 64 + (threadIdx.x % 128) / 32 * 16 + lane / 4;
+    gpu::RingState<kQSlots> q_state;
+    int slot = 0;
+    auto score_product = [&] {
+      warpgroup_fence_operand(tSrS);
+      warpgroup_arrive();
+      Gemm(mma_qk, tSrQ(_, _, _, q_state.stage), tSrK(_, _, _, k_state.stage), tSrS, false);
+    };
+    auto value_product = [&](bool accumulates) {
+      gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
+      warpgroup_fence_operand(tOrP);
+      warpgroup_fence_operand(tOrO);
+      warpgroup_arrive();
+      Gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrO, accumulates);
+    };
+    auto end_score_product = [&](auto pending) {
+      warpgroup_wait<decltype(pending)::value>();
+      warpgroup_fence_operand(tSrS);
+      gpu::ArriveAsWarp(&smem.k_ring.empty[k_state.stage]);
+      k_state.Next();
+    };
+    auto end_value_product = [&] {
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tOrO);
+      warpgroup_fence_operand(tOrP);
+      gpu::ArriveAsWarp(&smem.v_ring.empty[v_state.stage]);
+      v_state.Next();
+    };
+    auto convert = [&] {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        rows.interval[r] = gpu::RowInterval(sp, info.limits, info.batch, rows.index(r));
+      for (int i = 0; i < kScoreRegs / 2; ++i)
+        pairs[i] = gpu::PackPair<Element>(s[2 * i], s[2 * i + 1]);
+    };
+    const TileInfo* info;
+    auto await_tile = [&] {
+      gpu::Wait(&smem.q_ring[group].full[q_state.stage], q_state.phase);
+      info = &smem.info[slot];
+      slot = NextInfo(slot);
+    };
+    auto release_q = [&] {
+      gpu::ArriveAsWarp(&smem.q_ring[group].empty[q_state.stage]);
+      q_state.Next();
+    };
+    RowTile tile;
+    gpu::RowStats stats;
+    int kv_first = 0, num_kv_tiles = 0;
+    bool is_masked = false;
+    auto await_keys = [&] {
+      gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
+      if constexpr (kHasElements) {
+        kv_first = smem.key_tiles[k_state.stage].first;
+        is_masked = smem.key_tiles[k_state.stage].is_masked;
+      } else {
+        kv_first -= kBlockKv;
       }
-      gpu::RowStats stats;
-      float rescale[2];
-      if (info.num_kv_tiles > 0) {
-        int kv_first = info.kv_first + info.kv_range * kBlockKv;
-        bool is_masked = false;
-        auto await_keys = [&] {
-          gpu::Wait(&smem.k_ring.full[k_state.stage], k_state.phase);
-          if constexpr (kHasElements) {
-            kv_first = smem.key_tiles[k_state.stage].first;
-            is_masked = smem.key_tiles[k_state.stage].is_masked;
-          } else {
-            kv_first -= kBlockKv;
-          }
-        };
-        await_keys();
-        warpgroup_fence_operand(tSrS);
-        warpgroup_arrive();
-        Gemm(mma_qk, tSrQ, tSrK(_, _, _, k_state.stage), tSrS, false);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tSrS);
-        release(&smem.k_ring.empty[k_state.stage]);
-        k_state.Next();
-        FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
-        gpu::OnlineSoftmax(s, factor, stats, rescale);
-        convert();
+    };
+    auto enter_tile = [&] {
+      num_kv_tiles = info->num_kv_tiles;
+      kv_first = info->kv_first + info->kv_range * kBlockKv;
+    };
+    auto is_partial = [&](const RowTile& x) {
+      return kv_first < x.full_begin || kv_first + kBlockKv > x.full_end || is_masked;
+    };
+    auto store = [&](const RowTile& x, const float (&norm)[2]) {
+      Store(p, x, norm, reinterpret_cast<OutStage*>(smem.out)[kStagesOut ? thread / 32 : 0], o);
+    };
+    float rescale[2], norm[2];
+    await_tile();
+    while (!info->is_last) {
+      if (info->num_kv_tiles == 0) {
+        release_q();
+#pragma unroll
+        for (int i = 0; i < kOutRegs; ++i) o[i] = 0.f;
+        tile = OpenTile(p, *info, group);
+        CloseRows(p, tile, gpu::RowStats{}, norm);
+        store(tile, norm);
+        await_tile();
+        continue;
+      }
+      // The first keys of a tile, beside nothing.
+      enter_tile();
+      await_keys();
+      my_turn();
+      score_product();
+      next_turn();
+      tile = OpenTile(p, *info, group);
+      end_score_product(Int<0>{});
+      if (num_kv_tiles == 1) release_q();
+      FinishScores<true>(p, tile, kv_first, is_partial(tile), is_masked, s);
+      stats = gpu::RowStats{};
+      gpu::OnlineSoftmax(s, tile.unit * gpu::kLog2e, stats, rescale);
+      convert();
+      bool has_next;
+      do {
         bool accumulates = false;
-        for (int n = info.num_kv_tiles - 2; n >= 0; --n) {
+        const float factor = tile.unit * gpu::kLog2e;
+        for (int n = num_kv_tiles - 2; n >= 0; --n) {
           await_keys();
           my_turn();
-          warpgroup_fence_operand(tSrS);
-          warpgroup_fence_operand(tOrP);
-          warpgroup_fence_operand(tOrO);
-          warpgroup_arrive();
-          Gemm(mma_qk, tSrQ, tSrK(_, _, _, k_state.stage), tSrS, false);
-          gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
-          Gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrO, accumulates);
+          score_product();
+          value_product(accumulates);
           accumulates = true;
           next_turn();
-          warpgroup_wait<1>();
-          warpgroup_fence_operand(tSrS);
-          release(&smem.k_ring.empty[k_state.stage]);
-          k_state.Next();
-          FinishScores(p, info, scale, cap, is_transformed, rows, kv_first, is_masked, s);
-          gpu::OnlineSoftmax(s, factor, stats, rescale);
-          // ptxas would move the wait in front of the softmax, which is to run under the value
-          // product: a branch that needs the sums holds it back. They are never negative.
-          if (stats.sum[0] + stats.sum[1] < 0.f) asm volatile("nanosleep.u32 0;");
-          warpgroup_wait<0>();
-          warpgroup_fence_operand(tOrO);
-          warpgroup_fence_operand(tOrP);
-          release(&smem.v_ring.empty[v_state.stage]);
-          v_state.Next();
-          convert();
-          // Most key tiles leave every maximum of a warp's rows as it was.
-          if (__any_sync(0xffffffff, rescale[0] != 1.f || rescale[1] != 1.f)) {
+          end_score_product(Int<1>{});
+          if (n == 0) release_q();
+          if constexpr (!kHoldsPairs) end_value_product();
+          const bool is_partial_here = is_partial(tile);
+          FinishScores<false>(p, tile, kv_first, is_partial_here, is_masked, s);
+          // Masked scores end up in registers of their own, which the way from unmasked ones is not
+          // to cross.
+          bool is_steady = stats.is_steady && !is_partial_here;
+          uint32_t held[2][kScoreRegs / 4];
+          float sum[2];
+          if (is_steady) {
+            sum[0] = gpu::SteadyExponentials<Element, 0>(s, factor, stats.base[0], held[0]);
+          }
+          if constexpr (kHoldsPairs) end_value_product();
+          if (is_steady) {
+            sum[1] = gpu::SteadyExponentials<Element, 1>(s, factor, stats.base[1], held[1]);
+            is_steady = gpu::IsSteady(sum[0] + sum[1]);
+          }
+          if (is_steady) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              stats.sum[r] += sum[r];
+#pragma unroll
+              for (int i = 0; i < kScoreRegs / 4; ++i) pairs[i * 2 + r] = held[r][i];
+            }
+          } else {
+            gpu::OnlineSoftmax(s, factor, stats, rescale);
+            convert();
 #pragma unroll
             for (int i = 0; i < kOutRegs; ++i) o[i] *= rescale[i / 2 % 2];
           }
         }
-        release(&smem.q_empty[group]);
-        gpu::Wait(&smem.v_ring.full[v_state.stage], v_state.phase);
-        warpgroup_fence_operand(tOrP);
-        warpgroup_fence_operand(tOrO);
-        warpgroup_arrive();
-        Gemm(mma_pv, tOrP, tOrV(_, _, _, v_state.stage), tOrO, accumulates);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(tOrO);
-        release(&smem.v_ring.empty[v_state.stage]);
-        v_state.Next();
-      } else {
-        release(&smem.q_empty[group]);
-#pragma unroll
-        for (int i = 0; i < kOutRegs; ++i) o[i] = 0.f;
-      }
-      Finish(p, info, rows, stats, unit,
-             reinterpret_cast<OutStage*>(smem.out)[kStagesOut ? thread / 32 : 0], o);
+        RowTile next;
+        gpu::RowStats next_stats;
+        await_tile();
+        has_next = !info->is_last && info->num_kv_tiles > 0;
+        if (has_next) {
+          // The first keys of the next tile, beside the last values of this one.
+          enter_tile();
+          await_keys();
+          my_turn();
+          score_product();
+          value_product(accumulates);
+          next_turn();
+          CloseRows(p, tile, stats, norm);
+          next = OpenTile(p, *info, group);
+          end_score_product(Int<1>{});
+          if (num_kv_tiles == 1) release_q();
+          FinishScores<true>(p, next, kv_first, is_partial(next), is_masked, s);
+          gpu::OnlineSoftmax(s, next.unit * gpu::kLog2e, next_stats, rescale);
+          // ptxas would move the wait in front of the softmax, which is to run under the value
+          // product: a branch that needs the sums holds it back. They are never negative.
+          if (next_stats.sum[0] + next_stats.sum[1] < 0.f) asm volatile("nanosleep.u32 0;");
+          end_value_product();
+          convert();
+        } else {
+          value_product(accumulates);
+          CloseRows(p, tile, stats, norm);
+          end_value_product();
+        }
+        store(tile, norm);
+        tile = next;
+        stats = next_stats;
+      } while (has_next);
     }
   }
 
   // Epilogue
   // ----------------------------------------------------------------------------------------------------------
 
-  // Normalises, takes sinks in, and stores out and lse. A row without keys has sum 0: out 0, lse
-  // -inf or its sink.
-  static __device__ __forceinline__ void Finish(const ForwardParams& p, const TileInfo& info,
-                                                const Rows& rows, gpu::RowStats& stats, float unit,
-                                                OutStage& stage, float (&o)[kOutRegs]) {
+  // Takes sinks in, stores lse, and gives what outputs are to be multiplied with. A row without
+  // keys has sum 0: out 0, lse -inf or its sink.
+  static __device__ __forceinline__ void CloseRows(const ForwardParams& p, const RowTile& tile,
+                                                   const gpu::RowStats& stats, float (&norm)[2]) {
     const gpu::ScoreParams& sp = p.score;
-    const int lane = threadIdx.x % 32;
-    float norm[2];
-    bool is_nan = false;
+    const TileInfo& info = *tile.info;
+    const Rows& rows = tile.rows;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float sum = gpu::QuadSum(stats.sum[r]), top = __fmul_rn(stats.max[r], unit);
+      float sum = gpu::QuadSum(stats.sum[r]), top = __fmul_rn(stats.max[r], tile.unit);
       norm[r] = gpu::CloseRow(sp, info, sum, top);
-      if (lane % 4 == 0 && rows.index(r) < sp.seqlen_q) {
+      if (threadIdx.x % 4 == 0 && rows.index(r) < sp.seqlen_q) {
         const int64_t row =
             (static_cast<int64_t>(info.batch) * sp.num_q_heads + info.head) * sp.seqlen_q;
         p.lse[row + rows.index(r)] = gpu::LseOf(sum, top);
       }
     }
+  }
+
+  static __device__ __forceinline__ void Store(const ForwardParams& p, const RowTile& tile,
+                                               const float (&norm)[2], OutStage& stage,
+                                               float (&o)[kOutRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const TileInfo& info = *tile.info;
+    const Rows& rows = tile.rows;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kOutRegs; ++i) {
-      const float n = norm[i / 2 % 2];
-      o[i] = n == 0.f ? 0.f : o[i] * n;
-      if constexpr (kHasSegments) is_nan |= o[i] != o[i];
+    for (int i = 0; i < kOutRegs; ++i) o[i] *= norm[i / 2 % 2];
+    if (__any_sync(0xffffffff, norm[0] == 0.f || norm[1] == 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kOutRegs; ++i) o[i] = norm[i / 2 % 2] == 0.f ? 0.f : o[i];
     }
     if constexpr (kHasSegments) {
-      // Warps beyond the last row list nothing: the list has room for strips of rows.
-      if (info.may_leak && __any_sync(0xffffffff, is_nan) && lane == 0 &&
-          rows.index(0) < sp.seqlen_q) {
-        p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.head, rows.index(0)};
+      if (info.may_leak) {
+        bool is_nan = false;
+#pragma unroll
+        for (int i = 0; i < kOutRegs; ++i) is_nan |= o[i] != o[i];
+        // Warps beyond the last row list nothing: the list has room for strips of rows.
+        if (__any_sync(0xffffffff, is_nan) && lane == 0 && rows.index(0) < sp.seqlen_q) {
+          p.repair.strips[atomicAdd(p.repair.count, 1)] = {info.batch, info.head, rows.index(0)};
+        }
       }
     }
     auto row_at = [&](int i) {
@@ -547,15 +754,20 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
+    constexpr int kArrivals = 4 * gpu::kArrivalsOfWarp;  // of a warpgroup
     for (int i = 0; i < Kernel::kConsumers; ++i) {
-      gpu::InitBarrier(&smem.q_full[i], 1);
-      gpu::InitBarrier(&smem.q_empty[i], 4);
+      for (int slot = 0; slot < Kernel::kQSlots; ++slot) {
+        gpu::InitBarrier(&smem.q_ring[i].full[slot], 1);
+        gpu::InitBarrier(&smem.q_ring[i].empty[slot], kArrivals);
+      }
     }
+    gpu::InitBarrier(&smem.tile_ring.full[0], 1);
+    gpu::InitBarrier(&smem.tile_ring.empty[0], 1);
     for (int i = 0; i < Kernel::kStages; ++i) {
       gpu::InitBarrier(&smem.k_ring.full[i], 1);
-      gpu::InitBarrier(&smem.k_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.k_ring.empty[i], kArrivals * Kernel::kConsumers);
       gpu::InitBarrier(&smem.v_ring.full[i], 1);
-      gpu::InitBarrier(&smem.v_ring.empty[i], 4 * Kernel::kConsumers);
+      gpu::InitBarrier(&smem.v_ring.empty[i], kArrivals * Kernel::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -563,6 +775,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
     if (threadIdx.x == 0) Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, smem);
+    if (threadIdx.x == 32) Kernel::Plan(p, smem);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
     Kernel::Consume(p, smem);
