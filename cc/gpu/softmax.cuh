@@ -5,8 +5,6 @@
 // % 4) + c.
 #pragma once
 
-#include <cutlass/array.h>
-
 #include <cstdint>
 
 namespace jax_fmha::gpu {
@@ -41,9 +39,9 @@ __device__ __forceinline__ float Tanh(float x) {
 
 template <typename Element>
 __device__ __forceinline__ uint32_t PackPair(float first, float second) {
-  cutlass::Array<Element, 2> pair;
-  pair[0] = static_cast<Element>(first);
-  pair[1] = static_cast<Element>(second);
+  struct alignas(4) {
+    Element first, second;
+  } pair = {static_cast<Element>(first), static_cast<Element>(second)};
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
