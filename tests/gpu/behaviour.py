@@ -27,7 +27,7 @@ import pytest
 
 import jax_fmha
 from cases import BY_NAME, Inputs
-from support import calls, check_equal, run
+from support import calls, check_close, check_equal, run
 from table import fitted
 from test_promise_02_isolation import LENGTHS, SEGMENTS, isolated, poisoned
 
@@ -330,7 +330,9 @@ def check_determinism() -> str:
 
 
 def check_tile_mask_is_its_dense_mask() -> str:
-    """Exactly, gradients too where they are added in order: tiles of any size, shared or of each head and entry."""
+    """Tiles of any size, shared or of each head and entry. lse tells every pair; out and gradients may be rounded on
+    another way, since a tile of the kernel that is whole may lie in tiles of the mask that are not.
+    """
     T, S, N = 700, 900, 4
     random = np.random.RandomState(1)
     ran = 0
@@ -341,8 +343,8 @@ def check_tile_mask_is_its_dense_mask() -> str:
             keep |= random.rand(*shape, 14, 15).repeat(50, -2).repeat(60, -1) * random.rand(T, S) > 0.7
             mask, tiles = jnp.asarray(keep), jax_fmha.TileMask.from_array(keep, tile)
             got, want = (forward_and_gradients(*x, deterministic=True, mask=m) for m in (tiles, mask))
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-                np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+            check_close(got[1], want[1])
+            check_close(got, want, float(jnp.finfo(jnp.bfloat16).eps))
             ran += 1
     return f"{ran} masks"
 
@@ -475,7 +477,11 @@ def check_sharded_equals_one_device() -> None:
 def main() -> None:
     wanted = sys.argv[1:]
     for name, check in list(globals().items()):
-        if not name.startswith("check_") or name in ("check_equal", "check_result") or not callable(check):
+        if (
+            not name.startswith("check_")
+            or name in ("check_close", "check_equal", "check_result")
+            or not callable(check)
+        ):
             continue
         if wanted and name not in wanted:
             continue
