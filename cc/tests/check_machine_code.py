@@ -34,11 +34,11 @@ Instance = tuple[str, str, str, str, int, int]
 # these may come in.
 ALLOWED = {
     ("forward", "kInterval"): (
-        32,
+        16,
         "three consumer warpgroups leave 160 registers each; head_dim 256 takes 128 for out",
     ),
     ("forward", "kGeneral"): (
-        128,
+        32,
         "addresses of mask, bias and positions, one set for each element of a thread",
     ),
     ("backward", "kInterval"): (
