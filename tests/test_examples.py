@@ -251,12 +251,17 @@ def test_interrupted_training_writes_nothing(corpus, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        # What runs in the background of a shell ignores it, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        for line in process.stdout:
-            if "1/1000000" in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        try:
+            for line in process.stdout:
+                if "1/1000000" in line:
+                    break
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert errors.strip() == "train_packed_lm: interrupted; nothing was written"
     assert [path.name for path in out.iterdir()] == ["parameters.npz"]
