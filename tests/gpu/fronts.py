@@ -10,7 +10,9 @@ end says how many calls of native kernels were traced.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -53,20 +55,13 @@ _attention.attention_vjp = _common.attention_vjp = in_16_bits
 interpret_mode = pltpu.force_tpu_interpret_mode
 
 
-class OnTheCpu:
-    """The simulation of a TPU runs on the host."""
-
-    def __enter__(self) -> None:
-        self.contexts = (interpret_mode(), jax.default_device(jax.devices("cpu")[0]))
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*error)
+@contextlib.contextmanager
+def interpret_mode_on_the_host() -> Iterator[None]:
+    with interpret_mode(), jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
-pltpu.force_tpu_interpret_mode = OnTheCpu
+pltpu.force_tpu_interpret_mode = interpret_mode_on_the_host
 
 
 # Workers of xdist hand their count to the process that reports.

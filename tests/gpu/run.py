@@ -139,6 +139,8 @@ def fronts(args: argparse.Namespace) -> dict[str, Any]:
         f"{case.get('name')}: skipped, {x.get('message')}" for case in cases for x in case.findall("skipped")
     ]
     calls = [line for line in out.splitlines() if "calls of native kernels" in line]
+    if code not in (0, 1):  # neither all passed nor some failed
+        failures.append(f"ended with {code}: {(out + err)[-2000:]}")
     if not calls or calls[0].startswith("0 ") or not calls[0].endswith("gpu"):
         failures.append(f"no kernel of a GPU ran: {calls}")
     return {

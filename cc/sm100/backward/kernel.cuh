@@ -228,8 +228,7 @@ struct BackwardKernel {
       return smem.info[state.stage];
     }
     __device__ __forceinline__ void Done() {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) gpu::Arrive(&smem.info_ring.empty[state.stage]);
+      gpu::ArriveAsWarp(&smem.info_ring.empty[state.stage]);
       state.Next();
     }
   };
@@ -801,8 +800,7 @@ struct BackwardKernel {
         WaitStores();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         ArriveTmem(&smem.ds_full);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) gpu::Arrive(&smem.stats_ring.empty[stats_state.stage]);
+        gpu::ArriveAsWarp(&smem.stats_ring.empty[stats_state.stage]);
         stats_state.Next();
       }
       const bool has_steps = info.num_steps > 0;

@@ -155,8 +155,7 @@ struct ForwardKernel {
       return smem.info[state.stage];
     }
     __device__ __forceinline__ void Done() {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) gpu::Arrive(&smem.info_ring.empty[state.stage]);
+      gpu::ArriveAsWarp(&smem.info_ring.empty[state.stage]);
       state.Next();
     }
   };
