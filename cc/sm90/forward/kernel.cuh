@@ -62,6 +62,8 @@ struct ForwardKernel {
   using MmaPV = decltype(make_tiled_mma(
       GMMA::rs_op_selector<Element, Element, float, TilePV, GMMA::Major::K, GMMA::Major::MN>(),
       WarpGroups{}));
+  static_assert(tile_size<1>(MmaQK{}) == kBlockKv && tile_size<1>(MmaPV{}) == kHeadDimV,
+                "one of CuTe's extended shapes, which CMakeLists.txt enables for some tiles");
 
   using AtomK = std::conditional_t<kBoxCols == 64, GMMA::Layout_K_SW128_Atom<Element>,
                                    GMMA::Layout_K_SW64_Atom<Element>>;
