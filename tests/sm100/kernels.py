@@ -16,18 +16,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def instances(folder: Path, out: Path, only: str) -> list[Path]:
-    """One source per row of instances.def, as cmake/Instantiate.cmake makes them, named by pass and row."""
-    template, sources = (folder / "instance.cu.in").read_text(), []
+    """One source per row of instances.def, named by pass and row, where cmake/Instantiate.cmake has one for several."""
+    template, sources = (folder / "unit.cu.in").read_text(), []
     newest = max(p.stat().st_mtime for p in (ROOT / "cc").rglob("*.*") if p.suffix in (".h", ".cuh", ".in"))
-    for row in re.findall(
-        r"^[A-Z_]+\((.*), (.*), (.*), (.*)\)", (folder / "instances.def").read_text(), re.MULTILINE
-    ):
-        name = f"{folder.name}_{'_'.join(row)}"
+    for row in re.findall(r"^[A-Z_]+\(.*\)$", (folder / "instances.def").read_text(), re.MULTILINE):
+        name = "_".join([folder.name, *re.findall(r"\w+", row)[1:]])
         if not re.search(only, name):
             continue
-        text = template
-        for key, value in zip(("dtype", "mode", "head_dim", "head_dim_v"), row, strict=True):
-            text = text.replace(f"@{key}@", value)
+        text = template.replace("@rows@", row)
         path = out / f"{name}.cu"
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:

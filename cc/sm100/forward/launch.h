@@ -1,4 +1,4 @@
-// One function per row of instances.def, each in an object file of its own that nvcc builds.
+// One function per row of instances.def, in object files that nvcc builds: see unit.cu.in.
 #pragma once
 
 #include "cc/core/kernel.h"
