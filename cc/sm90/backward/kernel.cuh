@@ -357,7 +357,8 @@ struct BackwardKernel {
 
   static constexpr int kScoreRegs = kGroupQ / 2;
   static constexpr int kPartQ = kGroupQ / kParts, kPartRegs = kScoreRegs / kParts;
-  static constexpr int kDsBar = 1, kDqBar = 2;  // named barriers
+  // Named barriers; of kDqBar one for each warpgroup.
+  static constexpr int kDsBar = 1, kDqBar = 2, kScoresBar = 4, kGradientsBar = 5;
 
   // Calls f(i, x) for the rows' values x[..] of this thread: i is the first register of its query,
   // whose other is i + 2. The values lie in the order of RowSlot.
@@ -370,8 +371,7 @@ struct BackwardKernel {
   static __device__ __forceinline__ void ForPartRows(int part, const float* values, F&& f) {
 #pragma unroll
     for (int block = part * kPartQ / 32; block < (part + 1) * kPartQ / 32; ++block) {
-      const float4* from =
-          reinterpret_cast<const float4*>(values + block * 32 + threadIdx.x % 4 * 8);
+      const float4* from = reinterpret_cast<const float4*>(values + block * 32);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float4 x;
@@ -397,6 +397,7 @@ struct BackwardKernel {
     float scale, cap, factor;  // the exponent is factor * score
     bool is_transformed;       // scores have been multiplied with the scale
     int kv[2];                 // keys of this thread
+    int quarter;               // where its queries begin, in the order of RowSlot
   };
 
   // Bias and soft cap, which no factor of the exponent can express.
@@ -435,7 +436,7 @@ struct BackwardKernel {
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
     const float unit = x.is_transformed ? 1.f : x.scale;
-    ForRows(lse2, [&](int i, float base) {
+    ForRows(lse2 + x.quarter, [&](int i, float base) {
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
       const float top = is_large ? lse[i / 4 * 8 + i % 2] : 0.f;
@@ -609,23 +610,31 @@ struct BackwardKernel {
     }
   }
 
-  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled.
-  static __device__ __forceinline__ void StoreTransposed(Element* to, int group, int part,
+  // P^T or dS^T of this warp into [query block][key][64], 128-byte swizzled; `at` is
+  // PlaceOfTransposed.
+  static __device__ __forceinline__ void StoreTransposed(Element* to, uint32_t at, int part,
                                                          const uint32_t (&x)[kScoreRegs / 2]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    // Of the warp's 16 keys; the first 8 lanes address rows 0-7, the next 8 rows 8-15.
-    const int row = lane % 16;
-    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
+    const uint32_t first = gpu::SmemAddress(to) + at;
 #pragma unroll
     for (int g = part * kPartQ / 8; g < (part + 1) * kPartQ / 8; g += 2) {
-      const int chunk = g + lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);  // 8 queries
-      const uint32_t address = gpu::SmemAddress(to) + (chunk / 8) * kBlockKv * 128 + key * 128 +
-                               ((chunk % 8) ^ (row % 8)) * 16;
+      // Tiles are aligned to 1024 bytes, so the swizzle of a chunk of 8 queries is one of
+      // addresses.
+      const uint32_t address = (first ^ (g % 8 * 16)) + g / 8 * kBlockKv * 128;
       asm volatile(
           "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
           "r"(x[g * 2]), "r"(x[g * 2 + 1]), "r"(x[g * 2 + 2]), "r"(x[g * 2 + 3])
           : "memory");
     }
+  }
+
+  // Where this lane's row of 8 queries of the warp's 16 keys goes; the first 8 lanes have keys 0-7,
+  // the next 8 keys 8-15.
+  static __device__ __forceinline__ uint32_t PlaceOfTransposed(int group) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    const int row = lane % 16;
+    const int key = (kSplitsColumns ? 0 : group * kGroupKv) + warp * 16 + row;
+    const int chunk = lane / 16 + (kSplitsColumns ? group * kGroupQ / 8 : 0);
+    return (chunk / 8) * kBlockKv * 128 + key * 128 + ((chunk % 8) ^ (row % 8)) * 16;
   }
 
   // Addition of dq
@@ -808,6 +817,11 @@ struct BackwardKernel {
     float (&dv)[kDvCols / 2] = *reinterpret_cast<float (*)[kDvCols / 2]>(tDv.data());
     float (&dk)[kDkCols / 2] = *reinterpret_cast<float (*)[kDkCols / 2]>(tDk.data());
 
+    // Results of a shuffle stay in registers; others are worked out again in every step, from a
+    // thread index that is slow to arrive while products keep shared memory busy.
+    const auto kept = [&](int x) { return __shfl_sync(0xffffffff, x, lane); };
+    const uint32_t place = kept(PlaceOfTransposed(group));
+    const int quarter = kept(threadIdx.x % 4 * 8);
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, ds_phase = 0, slot = 0;
     while (true) {
@@ -824,6 +838,7 @@ struct BackwardKernel {
                                          gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
       x.is_transformed = sp.logits_soft_cap.data != nullptr || !(x.scale > 0.f) ||
                          (kHasElements && sp.bias.data != nullptr);
+      x.quarter = quarter;
       x.factor = x.is_transformed ? gpu::kLog2e : x.scale * gpu::kLog2e;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -833,14 +848,28 @@ struct BackwardKernel {
       clear(tDk);
       clear(tDv);
 
+      // The first warpgroup's products go before the second's: its exponentials run under the
+      // scores of the second, and its copy of dq under the gradients.
+      auto lead = [&](int bar) {
+        if (group == 0) gpu::NamedArrive(bar, 128 * kConsumers);
+      };
+      auto follow = [&](int bar) {
+        if (group == 1) gpu::NamedSync(bar, 128 * kConsumers);
+      };
+      // What the warp has stored of dq, to the thread that has it added. It waits for the stores,
+      // so the products of the next step are issued before.
+      auto hand_over_dq = [&] {
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        gpu::ArriveAsWarp(&smem.dq_ring.full[group]);
+      };
       // The query tiles of one head after those of another.
       const int num_steps = info.num_steps;
+      const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
       for (int step = 0; step < num_steps; ++step) {
         const int stage = state.stage, ds_stage = kDsStages == 1 ? 0 : stage;
-        const int q_offset = kSplitsColumns ? group * kGroupQ : 0;
         // dP^T starts from -delta, so that nothing is left to subtract.
         auto prepare_dp = [&](int part) {
-          ForPartRows(part, smem.delta[stage] + q_offset, [&](int i, float delta) {
+          ForPartRows(part, smem.delta[stage] + q_offset + x.quarter, [&](int i, float delta) {
             dp[i] = -delta;
             dp[i + 2] = -delta;
           });
@@ -854,22 +883,26 @@ struct BackwardKernel {
           warpgroup_arrive();
           PartGemm(part, mma_dp, tPrV, tPrDo(_, _, _, stage), tDp);
         };
+        float lse2[kScoreRegs / 2];
+        auto load_lse2 = [&](int part) {
+          ForPartRows(part, smem.lse2[stage] + q_offset + x.quarter,
+                      [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
+        };
         gpu::Wait(&smem.q_ring.full[stage], state.phase);
+        const Step now = smem.steps[stage];
+        const int flags = now.flags, head = now.head, m = now.m;
+        // Before the products, which would make loads of shared memory wait for their end.
         prepare_dp(0);
+        if constexpr (!kIsCrowded) load_lse2(0);
+        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
+        follow(kScoresBar);
         warpgroup_fence_operand(tS);
         fence_dp(0);
         warpgroup_arrive();
         Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
-        const Step now = smem.steps[stage];
-        const int flags = now.flags, head = now.head, m = now.m;
-        float lse2[kScoreRegs / 2];
-        auto load_lse2 = [&](int part) {
-          ForPartRows(part, smem.lse2[stage] + q_offset,
-                      [&](int i, float x) { lse2[i / 4 * 2 + i % 2] = x; });
-        };
-        if constexpr (!kIsCrowded) load_lse2(0);
-        gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         start_dp(0);
+        lead(kScoresBar);
+        if (kAddsInBulk && step > 0) hand_over_dq();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
         if (x.is_transformed) {
@@ -912,7 +945,7 @@ struct BackwardKernel {
             // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
             // probability.
             const float inverse = gpu::kLn2 / x.cap;
-            ForPartRows(part, smem.lse2[stage] + q_offset, [&](int i, float lse2) {
+            ForPartRows(part, smem.lse2[stage] + q_offset + x.quarter, [&](int i, float lse2) {
 #pragma unroll
               for (int r = 0; r < 4; r += 2) {
                 const float t = (__log2f(s[i + r]) + lse2) * inverse;
@@ -940,7 +973,7 @@ struct BackwardKernel {
           }
         };
         auto store = [&](Element* to, int part, auto& registers) {
-          StoreTransposed(to, group, part,
+          StoreTransposed(to, place, part,
                           *reinterpret_cast<const uint32_t (*)[kScoreRegs / 2]>(&registers(0)));
         };
         if constexpr (kIsCrowded) load_lse2(0);
@@ -948,6 +981,7 @@ struct BackwardKernel {
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
         if constexpr (kParts == 2) {
+          if constexpr (!kIsCrowded) load_lse2(1);
           warpgroup_wait<0>();
           finish_ds(0);
           round_ds(0);
@@ -959,7 +993,7 @@ struct BackwardKernel {
           prepare_dp(1);
           start_dp(1);
           round_p(0);
-          load_lse2(1);
+          if constexpr (kIsCrowded) load_lse2(1);
           exponentiate(1);
           round_p(1);
           add_dv();
@@ -993,6 +1027,7 @@ struct BackwardKernel {
         auto ds_operand = operand(std::bool_constant<kSharesDs>{}, mma_dk, tDs, sDst, ds_stage);
         Tensor tDq = partition_fragment_C(mma_dq, Shape<Int<kBlockQ>, Int<kHeadDim>>{});
         if constexpr (!kSharesDs) warpgroup_fence_operand(tDs);
+        follow(kGradientsBar);
         warpgroup_fence_operand(tDk);
         warpgroup_fence_operand(tDq);
         warpgroup_arrive();
@@ -1000,6 +1035,7 @@ struct BackwardKernel {
         Gemm(mma_dq, tQrDs(_, _, _, ds_stage), tQrK, tDq, false);
         if constexpr (kSplitsColumns) add_dv();
         Gemm(mma_dk, ds_operand, tKrQ(_, _, _, stage), tDk, true);
+        lead(kGradientsBar);
         warpgroup_wait<kSplitsColumns ? 2 : 1>();
         warpgroup_fence_operand(tDq);
         if constexpr (!kSplitsColumns && !kIsCrowded) finish_dv();
@@ -1011,8 +1047,6 @@ struct BackwardKernel {
             *reinterpret_cast<float4*>(to + i * 512) =
                 make_float4(tDq(i * 4), tDq(i * 4 + 1), tDq(i * 4 + 2), tDq(i * 4 + 3));
           }
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          gpu::ArriveAsWarp(&smem.dq_ring.full[group]);
           dq_phase ^= 1;
         } else {
           AddRegisters(DqPart(p, info, head, m, group), group, tDq);
@@ -1025,6 +1059,7 @@ struct BackwardKernel {
         gpu::ArriveAsWarp(&smem.q_ring.empty[stage]);
         state.Next();
       }
+      if (kAddsInBulk && num_steps > 0) hand_over_dq();
       gpu::ArriveAsWarp(&smem.kv_empty);
       if constexpr (kStagesDkv) {
         // dq of the last step has been read.
