@@ -99,7 +99,7 @@ struct Emulator {
       char* end;
       control.delayed_warps = std::strtoul(x, &end, 0);
       const uint64_t longest = std::strtoull(end + 1, nullptr, 0);
-      while (control.delay < longest && control.delay < (1u << 19)) control.delay = control.delay * 2 + 1;
+      while (control.delay < longest && control.delay < (1u << 21)) control.delay = control.delay * 2 + 1;
     }
     if (const char* x = std::getenv("SM100_FAULT")) {
       char* end;

@@ -30,8 +30,8 @@ MODES = {
     "late warps 0-7": {"SM100_MODE": "eager", "SM100_DELAY": "0x00ff:250000"},
     "late warps 8-11": {"SM100_MODE": "eager", "SM100_DELAY": "0x0f00:250000"},
     "late warp 12": {"SM100_MODE": "deferred", "SM100_DELAY": "0x1000:250000"},
-    # A late load shows only where products are early.
-    "late warp 13": {"SM100_MODE": "eager", "SM100_DELAY": "0x2000:500000"},
+    # A late load shows only where products are early, and it is later than the softmax before.
+    "late warp 13": {"SM100_MODE": "eager", "SM100_DELAY": "0x2000:4000000"},
     "all late": {"SM100_MODE": "random", "SM100_DELAY": "0xffff:60000"},
 }
 

@@ -172,6 +172,10 @@ class Rewriter:
     @staticmethod
     def delay() -> str:
         """Sleeps if this warp is one of those to delay. No branch: warps must not diverge here."""
+        # An instruction sleeps no longer than a millisecond.
+        sleep = "\n".join(
+            ["min.u32 %sd1, %sd2, 1000000;", "sub.u32 %sd2, %sd2, %sd1;", "nanosleep.u32 %sd1;"] * 4
+        )
         return f"""{{
 .reg .b32 %sd<4>;
 ld.global.u32 %sd0, [sm100_control+{DELAYED_WARPS}];
@@ -182,11 +186,11 @@ and.b32 %sd0, %sd0, 1;
 neg.s32 %sd0, %sd0;
 mov.u32 %sd2, %clock;
 mul.lo.u32 %sd2, %sd2, 0x9e3779b1;
-shr.u32 %sd2, %sd2, 11;
+shr.u32 %sd2, %sd2, 10;
 ld.global.u32 %sd3, [sm100_control+{DELAY}];
 and.b32 %sd2, %sd2, %sd3;
 and.b32 %sd2, %sd2, %sd0;
-nanosleep.u32 %sd2;
+{sleep}
 }}"""
 
     @staticmethod
