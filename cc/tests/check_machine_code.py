@@ -42,7 +42,7 @@ ALLOWED = {
         "addresses of mask, bias and positions, one set for each element of a thread",
     ),
     ("backward", "kInterval"): (
-        18,
+        16,
         "dk and dv of head_dim 192 with head_dim_v 128 take 160 of 240 registers",
     ),
     ("backward", "kGeneral"): (64, "addresses of mask, bias and its gradient"),

@@ -1,7 +1,8 @@
 // The host half of the emulator: linked in front of the CUDA runtime's launches with --wrap. Before a launch it
 // tells the device what to do, afterwards it collects what was reported. Set by environment variables:
 //   SM100_MODE     eager (default), deferred or random
-//   SM100_DELAY    WARPS:NS: warps whose bit is set sleep up to NS nanoseconds before what others may wait for
+//   SM100_DELAY    WARPS:NS: warps whose bit is set sleep up to NS nanoseconds, 4 ms at most, before what others may
+//                  wait for
 //   SM100_FAULT    KIND:SITE[:VALUE]: a planted fault, kinds as in emulator.h
 //   SM100_TIMEOUT  milliseconds without progress after which a wait is a hang (default 400)
 //   SM100_ALLOW    codes of findings that are expected, separated by commas

@@ -109,6 +109,13 @@ struct BackwardKernel {
                                                    Shape<Int<kBlockQ>, Int<kDqCols>, Int<kBlockKv>>,
                                                    GMMA::Major::MN, GMMA::Major::MN>(),
                               GroupsDq{}));
+  // Columns that one instruction of a product writes.
+  template <typename Mma>
+  static constexpr int kAtomCols = size<1>(typename Mma::AtomShape_MNK{});
+  static_assert(kAtomCols<MmaS> == kGroupQ && kAtomCols<MmaDp> == kGroupQ / kParts &&
+                    kAtomCols<MmaDv> == kDvCols && kAtomCols<MmaDk> == kDkCols &&
+                    kAtomCols<MmaDq> == kDqCols,
+                "one of CuTe's extended shapes, which CMakeLists.txt enables for some tiles");
 
   using AtomK = std::conditional_t<kBoxCols == 64, GMMA::Layout_K_SW128_Atom<Element>,
                                    GMMA::Layout_K_SW64_Atom<Element>>;
@@ -818,8 +825,9 @@ struct BackwardKernel {
     float (&dk)[kDkCols / 2] = *reinterpret_cast<float (*)[kDkCols / 2]>(tDk.data());
 
     // Results of a shuffle stay in registers; others are worked out again in every step, from a
-    // thread index that is slow to arrive while products keep shared memory busy.
-    const auto kept = [&](int x) { return __shfl_sync(0xffffffff, x, lane); };
+    // thread index that is slow to arrive while products keep shared memory busy. Crowded tiles
+    // would keep them in local memory.
+    const auto kept = [&](int x) { return kIsCrowded ? x : __shfl_sync(0xffffffff, x, lane); };
     const uint32_t place = kept(PlaceOfTransposed(group));
     const int quarter = kept(threadIdx.x % 4 * 8);
     gpu::RingState<kStages> state;

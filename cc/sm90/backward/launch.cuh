@@ -30,24 +30,12 @@ void LaunchDelta(const gpu::DeltaParams& p, cudaStream_t stream) {
   gpu::Delta<Element, kLanes><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p);
 }
 
-// Columns that one instruction of a product writes.
-template <typename Mma>
-constexpr int AtomCols() {
-  return size<1>(typename Mma::AtomShape_MNK{});
-}
-
 template <DType kDType, ForwardMode kMode, int kHeadDim, int kHeadDimV>
 Status LaunchBackward(const Problem& problem, const Operands& operands, const Launch& launch) {
   using Element = std::conditional_t<kDType == DType::kBF16, cutlass::bfloat16_t, cutlass::half_t>;
   constexpr BackwardTile kTile = BackwardTileOf(kHeadDim, kHeadDimV);
   using Kernel = BackwardKernel<Element, kMode, kHeadDim, kHeadDimV, kTile.block_q, kTile.block_kv,
                                 kTile.num_stages, kTile.box_cols>;
-  static_assert(AtomCols<typename Kernel::MmaS>() == Kernel::kGroupQ &&
-                    AtomCols<typename Kernel::MmaDp>() == Kernel::kGroupQ / Kernel::kParts &&
-                    AtomCols<typename Kernel::MmaDv>() == Kernel::kDvCols &&
-                    AtomCols<typename Kernel::MmaDk>() == Kernel::kDkCols &&
-                    AtomCols<typename Kernel::MmaDq>() == Kernel::kDqCols,
-                "one of CuTe's extended shapes, which CMakeLists.txt enables for some tiles");
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   char* memory = static_cast<char*>(launch.workspace);
   const BackwardWorkspace workspace = WorkspaceOf(problem);
