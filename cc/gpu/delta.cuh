@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "cc/gpu/problem_params.cuh"
+#include "cc/gpu/row_parts.cuh"
 #include "cc/gpu/softmax.cuh"
 
 namespace jax_fmha::gpu {
@@ -14,13 +15,14 @@ struct DeltaParams {
   ScoreParams score;
   Operand out, dout, lse, dlse;
   float* delta;  // [batch, N, padded_q]
-  float* lse2;   // [batch, N, padded_q]
+  float* lse2;   // [batch, N, padded_q]; of a large row only that it is large counts
   int padded_q;
   int* has_large;  // zeroed; set if some |lse2| exceeds kLargeBase
   // Zeroed on the way, while rows are being read: num_zeros pieces, block_zeros by each block.
   uint4* zeros = nullptr;
   int64_t num_zeros = 0;
   int block_zeros = 0;
+  uint4* parts = nullptr;  // [batch, N, 2, padded_q]: of lse and of delta, see row_parts.cuh
 };
 
 inline constexpr int kDeltaRows = 64;
@@ -99,9 +101,25 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
         if (i >= q_length || lse == -kInf) lse = kInf;
       }
       const int64_t at = static_cast<int64_t>(pair) * p.padded_q + RowSlot(i);
+      float lse2 = lse * kLog2e;
+      if (p.parts != nullptr) {
+        constexpr float kLimit = kPartsLimit<T>;
+        const float scale = ScaleOf(s, b);
+        // Where scores are transformed before lse applies, and in large rows, they start from 0.
+        float start = 0.f;
+        if (scale > 0.f && s.logits_soft_cap.data == nullptr && s.bias.data == nullptr) {
+          start = -lse / scale;
+          // Where parts cannot hold it, the row counts as large.
+          if (lse < kInf && fabsf(start) > kLimit) lse2 = 2.f * kLargeBase;
+          if (fabsf(lse2) > kLargeBase) start = lse < kInf ? 0.f : -kLimit;
+        }
+        uint4* parts = p.parts + static_cast<int64_t>(2 * pair) * p.padded_q + i;
+        parts[0] = PartsOf<T>(start);
+        parts[p.padded_q] = PartsOf<T>(-sum);
+      }
       p.delta[at] = sum;
-      p.lse2[at] = lse * kLog2e;
-      if (lse < kInf && fabsf(lse * kLog2e) > kLargeBase) *p.has_large = 1;
+      p.lse2[at] = lse2;
+      if (lse < kInf && fabsf(lse2) > kLargeBase) *p.has_large = 1;
     }
   }
 }

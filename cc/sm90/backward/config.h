@@ -19,4 +19,8 @@ constexpr BackwardTile BackwardTileOf(int head_dim, int head_dim_v) {
   return {256, 256, 64, 64, 2, 64};
 }
 
+// Whether scores and dP start from their rows' statistics, see cc/gpu/row_parts.cuh: wider heads
+// leave no room for these.
+constexpr bool StartsFromStatistics(int head_dim) { return head_dim <= 128; }
+
 }  // namespace jax_fmha::sm90

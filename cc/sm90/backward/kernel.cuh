@@ -16,6 +16,7 @@
 #include "cc/gpu/pipeline.cuh"
 #include "cc/gpu/problem_params.cuh"
 #include "cc/gpu/repair.cuh"
+#include "cc/gpu/row_parts.cuh"
 #include "cc/gpu/softmax.cuh"
 #include "cc/gpu/store.cuh"
 #include "cc/sm90/backward/config.h"
@@ -29,6 +30,7 @@ struct BackwardParams {
   gpu::SegmentPlan kv_plan;  // the plan with query and key swapped: rows of queries by key
   BatchMap q_map, k_map, v_map, dout_map;
   const float *lse2, *delta;  // [batch, N, padded_q]
+  const uint4* parts;         // [batch, N, 2, padded_q], of lse and of delta; null if unused
   const int* has_large;       // not 0 if some |lse2| exceeds gpu::kLargeBase
   Operand lse;                // [batch, N, T], for such rows
   float* dq;      // [batch, N, query tile] tiles in the order of the accumulator's registers
@@ -75,6 +77,9 @@ struct BackwardKernel {
   // Registers do not hold all of dP^T beside S^T where these are large or others few: it comes in
   // two parts of the queries, and P^T of the second part is worked out behind the product.
   static constexpr int kParts = kIsCrowded || kGroupQ == 128 ? 2 : 1;
+  // With elements, head_dim 128 has no registers for the start's operand.
+  static constexpr bool kStartsFromStatistics =
+      StartsFromStatistics(kHeadDim) && !(kHasElements && kHeadDim > 64);
   // dq's rows, else its columns, are shared out to the warpgroups.
   static constexpr bool kDqByRows = kBlockQ == 128;
   static constexpr int kDkCols = kSplitsColumns ? kHeadDim / kConsumers : kHeadDim,
@@ -109,6 +114,11 @@ struct BackwardKernel {
                                                    Shape<Int<kBlockQ>, Int<kDqCols>, Int<kBlockKv>>,
                                                    GMMA::Major::MN, GMMA::Major::MN>(),
                               GroupsDq{}));
+  // The instructions with which S^T and dP^T start.
+  template <int kQueries>
+  using MmaStart = decltype(make_tiled_mma(
+      GMMA::rs_op_selector<Element, Element, float, Shape<Int<kBlockKv>, Int<kQueries>, _16>>(),
+      GroupsKv{}));
   // Columns that one instruction of a product writes.
   template <typename Mma>
   static constexpr int kAtomCols = size<1>(typename Mma::AtomShape_MNK{});
@@ -141,6 +151,10 @@ struct BackwardKernel {
   using LayoutDst = decltype(tile_to_shape(GMMA::Layout_K_SW128_Atom<Element>{},
                                            Shape<Int<kBlockKv>, Int<kBlockQ>, Int<kDsStages>>{}));
 
+  // Parts of the rows' lse and of their delta; the second 8 columns of 16 are 0.
+  using LayoutParts = decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<Element>{},
+                                             Shape<Int<kBlockQ>, _16, _2, Int<kStages>>{}));
+
   struct TileInfo {
     int is_last;
     int batch, kv_head, kv_first;
@@ -168,7 +182,8 @@ struct BackwardKernel {
         Element p[kSplitsColumns ? kStages : 1][kSplitsColumns ? kBlockQ * kBlockKv : 1];
     alignas(128) float dq[kConsumers][kAddsInBulk ? kBlockQ * kHeadDim / kConsumers : 4];
     alignas(128) float lse2[kStages][kBlockQ];
-    alignas(128) float delta[kStages][kBlockQ];
+    alignas(128) float delta[kStages][kStartsFromStatistics ? 4 : kBlockQ];
+    alignas(128) uint4 parts[kStages][2][2][kStartsFromStatistics ? kBlockQ : 1];  // LayoutParts
     alignas(128) int2 runs[kStages][kBlockQ];
     Step steps[kStages];
     gpu::Barrier kv_full, kv_empty;
@@ -311,11 +326,18 @@ struct BackwardKernel {
           gpu::Wait(&smem.q_ring.empty[state.stage], state.phase);
           gpu::Barrier* full = &smem.q_ring.full[state.stage];
           smem.steps[state.stage] = {flags, head, m};
-          gpu::ArriveExpect(full, kBlockQ * (kHeadDim * 2 + (has_runs ? 16 : 8)));
+          constexpr int kRowBytes = kHeadDim * 2 + (kStartsFromStatistics ? 36 : 8);
+          gpu::ArriveExpect(full, kBlockQ * (kRowBytes + (has_runs ? 8 : 0)));
           gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[state.stage], q_tensor, full, first,
                                                      valid, head, q_entry);
           LoadBulk(smem.lse2[state.stage], p.lse2 + rows + first, kBlockQ * 4, full);
-          LoadBulk(smem.delta[state.stage], p.delta + rows + first, kBlockQ * 4, full);
+          if constexpr (kStartsFromStatistics) {
+            const uint4* parts = p.parts + 2 * rows + first;
+            LoadBulk(smem.parts[state.stage][0][0], parts, kBlockQ * 16, full);
+            LoadBulk(smem.parts[state.stage][1][0], parts + p.padded_q, kBlockQ * 16, full);
+          } else {
+            LoadBulk(smem.delta[state.stage], p.delta + rows + first, kBlockQ * 4, full);
+          }
           if (has_runs) {
             LoadBulk(smem.runs[state.stage],
                      s.plan.rows + info.batch * gpu::PlanStride(s.seqlen_q) + first, kBlockQ * 8,
@@ -360,6 +382,17 @@ struct BackwardKernel {
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < size<2>(a); ++k) cute::gemm(mma, a(_, 0, k), b(_, part, k), c(_, 0, part));
     warpgroup_commit_batch();
+  }
+
+  // Starts one part of the columns of c from statistics; `weights` are PartWeights.
+  template <class Mma, class B, class C>
+  static __device__ __forceinline__ void Start(int part, Mma mma, uint32_t weights, const B& b,
+                                               C& c) {
+    uint32_t words[4] = {weights, weights, 0, 0};
+    Tensor a = make_tensor(reinterpret_cast<Element*>(words),
+                           partition_shape_A(mma, Shape<Int<kBlockKv>, _16>{}));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    cute::gemm(mma, a(_, 0, 0), b(_, part, 0), c(_, 0, part));
   }
 
   static constexpr int kScoreRegs = kGroupQ / 2;
@@ -443,6 +476,7 @@ struct BackwardKernel {
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
     const float unit = x.is_transformed ? 1.f : x.scale;
+    const bool is_started = kStartsFromStatistics && !x.is_transformed;
     ForRows(lse2 + x.quarter, [&](int i, float base) {
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
@@ -451,7 +485,7 @@ struct BackwardKernel {
       for (int r = 0; r < 4; r += 2) {
         // No weight exceeds 1, whatever the rounding of lse.
         const float above = __fmul_rn(s[i + r], unit) - top;
-        s[i + r] = gpu::Exp2(!is_large     ? s[i + r] * x.factor - base
+        s[i + r] = gpu::Exp2(!is_large     ? s[i + r] * x.factor - (is_started ? 0.f : base)
                              : above > 0.f ? 0.f
                                            : above * gpu::kLog2e);
       }
@@ -783,11 +817,15 @@ struct BackwardKernel {
     Tensor sKt = make_tensor(make_smem_ptr(smem.k), LayoutKt{});
     Tensor sQt = make_tensor(make_smem_ptr(smem.q[0]), LayoutQt{});
     Tensor sDot = make_tensor(make_smem_ptr(smem.dout[0]), LayoutDot{});
+    Tensor sParts =
+        make_tensor(make_smem_ptr(reinterpret_cast<Element*>(smem.parts[0])), LayoutParts{});
     Tensor sDs = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDs{});
     Tensor sPt = make_tensor(make_smem_ptr(smem.p[0]), LayoutDst{});
     Tensor sDst = make_tensor(make_smem_ptr(smem.ds[0]), LayoutDst{});
     MmaS mma_s;
+    MmaStart<kGroupQ> mma_start_s;
     MmaDp mma_dp;
+    MmaStart<kGroupQ / kParts> mma_start_dp;
     MmaDv mma_dv;
     MmaDk mma_dk;
     MmaDq mma_dq;
@@ -798,6 +836,8 @@ struct BackwardKernel {
     auto thread_dq = mma_dq.get_slice(thread);
     Tensor tSrK = thread_s.partition_fragment_A(sK);
     Tensor tSrQ = thread_s.partition_fragment_B(sQ);
+    Tensor tSrParts = mma_start_s.get_slice(thread).partition_fragment_B(sParts);
+    Tensor tPrParts = mma_start_dp.get_slice(thread).partition_fragment_B(sParts);
     Tensor tPrV = thread_dp.partition_fragment_A(sV);
     Tensor tPrDo = thread_dp.partition_fragment_B(sDo);
     Tensor tVrDo = thread_dv.partition_fragment_B(sDot);
@@ -829,6 +869,7 @@ struct BackwardKernel {
     // would keep them in local memory.
     const auto kept = [&](int x) { return kIsCrowded ? x : __shfl_sync(0xffffffff, x, lane); };
     const uint32_t place = kept(PlaceOfTransposed(group));
+    const uint32_t weights = gpu::PartWeights<Element>();
     const int quarter = kept(threadIdx.x % 4 * 8);
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, ds_phase = 0, slot = 0;
@@ -877,6 +918,7 @@ struct BackwardKernel {
         const int stage = state.stage, ds_stage = kDsStages == 1 ? 0 : stage;
         // dP^T starts from -delta, so that nothing is left to subtract.
         auto prepare_dp = [&](int part) {
+          if constexpr (kStartsFromStatistics) return;
           ForPartRows(part, smem.delta[stage] + q_offset + x.quarter, [&](int i, float delta) {
             dp[i] = -delta;
             dp[i + 2] = -delta;
@@ -889,6 +931,9 @@ struct BackwardKernel {
         auto start_dp = [&](int part) {
           fence_dp(part);
           warpgroup_arrive();
+          if constexpr (kStartsFromStatistics) {
+            Start(part, mma_start_dp, weights, tPrParts(_, _, _, 1, stage), tDp);
+          }
           PartGemm(part, mma_dp, tPrV, tPrDo(_, _, _, stage), tDp);
         };
         float lse2[kScoreRegs / 2];
@@ -901,13 +946,16 @@ struct BackwardKernel {
         const int flags = now.flags, head = now.head, m = now.m;
         // Before the products, which would make loads of shared memory wait for their end.
         prepare_dp(0);
-        if constexpr (!kIsCrowded) load_lse2(0);
+        if constexpr (!kIsCrowded && !kStartsFromStatistics) load_lse2(0);
         gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         follow(kScoresBar);
         warpgroup_fence_operand(tS);
         fence_dp(0);
         warpgroup_arrive();
-        Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, false);
+        if constexpr (kStartsFromStatistics) {
+          Start(0, mma_start_s, weights, tSrParts(_, _, _, 0, stage), tS);
+        }
+        Gemm(mma_s, tSrK, tSrQ(_, _, _, stage), tS, kStartsFromStatistics);
         start_dp(0);
         lead(kScoresBar);
         if (kAddsInBulk && step > 0) hand_over_dq();
@@ -915,6 +963,12 @@ struct BackwardKernel {
         warpgroup_fence_operand(tS);
         if (x.is_transformed) {
           TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
+          if (kStartsFromStatistics && !(flags & kHasLarge)) {
+            ForRows(smem.lse2[stage] + q_offset + x.quarter, [&](int i, float lse2) {
+              s[i] -= lse2 * gpu::kLn2;
+              s[i + 2] -= lse2 * gpu::kLn2;
+            });
+          }
         }
         if (!(flags & kIsFull)) {
           MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
@@ -928,7 +982,8 @@ struct BackwardKernel {
           if (flags & kHasLarge) return;
 #pragma unroll
           for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) {
-            s[i] = gpu::Exp2(s[i] * x.factor - lse2[i / 4 * 2 + i % 2]);
+            const float base = kStartsFromStatistics ? 0.f : lse2[i / 4 * 2 + i % 2];
+            s[i] = gpu::Exp2(s[i] * x.factor - base);
           }
         };
         auto round_p = [&](int part) {
@@ -989,7 +1044,7 @@ struct BackwardKernel {
         // Fences keep the arithmetic on this side of the waits, where products are still under way.
         warpgroup_fence_operand(tS);
         if constexpr (kParts == 2) {
-          if constexpr (!kIsCrowded) load_lse2(1);
+          if constexpr (!kIsCrowded && !kStartsFromStatistics) load_lse2(1);
           warpgroup_wait<0>();
           finish_ds(0);
           round_ds(0);
@@ -1176,6 +1231,13 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
       gpu::InitBarrier(&smem.dout_ring.empty[i], kGroupArrivals * Kernel::kConsumers);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if constexpr (Kernel::kStartsFromStatistics) {
+    uint4* parts = smem.parts[0][0][0];
+    for (int i = threadIdx.x; i < sizeof(smem.parts) / sizeof(uint4); i += Kernel::kThreads) {
+      parts[i] = make_uint4(0, 0, 0, 0);
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
   if (threadIdx.x < 128) {

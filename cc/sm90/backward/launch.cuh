@@ -51,6 +51,9 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.dout_map = operands.dout.batch;
   params.lse2 = reinterpret_cast<float*>(memory + workspace.lse2);
   params.delta = reinterpret_cast<float*>(memory + workspace.delta);
+  if (Kernel::kStartsFromStatistics) {
+    params.parts = reinterpret_cast<uint4*>(memory + workspace.parts);
+  }
   params.dq = reinterpret_cast<float*>(memory + workspace.dq);
   params.dk = operands.dk.data;
   params.dv = operands.dv.data;
@@ -126,7 +129,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
                             counters + 3,
                             reinterpret_cast<uint4*>(params.dq),
                             dq_bytes / 16,
-                            gpu::kDeltaRows * kHeadDim / 4};
+                            gpu::kDeltaRows * kHeadDim / 4,
+                            const_cast<uint4*>(params.parts)};
   LaunchDelta<Element, kHeadDimV>(delta, stream);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "delta"); !s.ok()) return s;
   if (operands.dsinks.data != nullptr) {

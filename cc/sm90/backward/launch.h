@@ -12,8 +12,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
 
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
-  int64_t counters, turns, dbias, dq, lse2, delta, turn_takers, first_takers, mask_plan, dq_strips,
-      dkv_strips, q_plan, kv_plan, bytes;
+  int64_t counters, turns, dbias, dq, lse2, delta, parts, turn_takers, first_takers, mask_plan,
+      dq_strips, dkv_strips, q_plan, kv_plan, bytes;
 };
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
@@ -37,6 +37,7 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
   w.dq = take(rows * tile.head_dim * 4);
   w.lse2 = take(rows * 4);
   w.delta = take(rows * 4);
+  if (StartsFromStatistics(tile.head_dim)) w.parts = take(rows * 2 * 16);
   if (p.deterministic) {
     w.turn_takers = take(gpu::TurnTakerBytes(p, kv_tiles));
     w.first_takers = take(gpu::FirstTakerBytes(p, q_tiles));
