@@ -6,8 +6,20 @@
 // could keep the one with instructions that a machine lacks.
 #pragma once
 
+// JAX_FMHA_ISAS of the build may leave out all but the first.
+#if defined(JAX_FMHA_WITHOUT_AVX2)
+#define JAX_FMHA_IF_AVX2(X)
+#else
+#define JAX_FMHA_IF_AVX2(X) X(Avx2, avx2)
+#endif
+#if defined(JAX_FMHA_WITHOUT_AVX512)
+#define JAX_FMHA_IF_AVX512(X)
+#else
+#define JAX_FMHA_IF_AVX512(X) X(Avx512, avx512)
+#endif
+
 #if defined(__x86_64__) || defined(_M_X64)
-#define JAX_FMHA_FOR_EACH_ISA(X) X(Baseline, baseline) X(Avx2, avx2) X(Avx512, avx512)
+#define JAX_FMHA_FOR_EACH_ISA(X) X(Baseline, baseline) JAX_FMHA_IF_AVX2(X) JAX_FMHA_IF_AVX512(X)
 #elif defined(__aarch64__)
 #define JAX_FMHA_FOR_EACH_ISA(X) X(Neon, neon)
 #else
