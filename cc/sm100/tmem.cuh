@@ -63,6 +63,19 @@ __device__ __forceinline__ void Pack(const float* x, uint32_t (&packed)[kPairs])
   }
 }
 
+// Bits [lo, hi) of a word, of which any part may lie outside.
+__device__ __forceinline__ uint32_t IntervalBits(int lo, int hi) {
+  lo = min(max(lo, 0), 32);
+  hi = min(max(hi, 0), 32);
+  return static_cast<uint32_t>((uint64_t{1} << hi) - (uint64_t{1} << min(lo, hi)));
+}
+
+// The compiler moves no arithmetic across this branch. It is never taken: `address` is one of
+// tensor memory.
+__device__ __forceinline__ void KeepOrder(uint32_t address) {
+  if (address == ~0u) __trap();
+}
+
 // Around barriers that hand tensor memory from one warp to another.
 __device__ __forceinline__ void FenceBefore() {
   asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");

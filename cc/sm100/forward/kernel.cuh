@@ -50,7 +50,7 @@ struct ForwardKernel {
   static constexpr int kThreads = 512;
   static constexpr int kCorrectionWarp = 8, kMmaWarp = 12, kLoadWarp = 13;
   // setmaxnreg shares out the 128 registers per thread that the block starts with.
-  static constexpr int kSoftmaxRegs = 192, kCorrectionRegs = 80, kOtherRegs = 48;
+  static constexpr int kSoftmaxRegs = 176, kCorrectionRegs = 88, kOtherRegs = 72;
 
   // Columns of tensor memory. Probabilities, two to a column, take the place of their scores.
   static constexpr int kColumns = 512;
@@ -79,14 +79,17 @@ struct ForwardKernel {
 
   // Head dims for which values may be wider than a tile.
   static constexpr bool kSplitsValues = kHeadDim > 192;
-  struct PartInfo : gpu::ForwardTileInfo {
-    int v_column;  // first of the values' columns
+  // What is the same for all rows stays in shared memory, as the softmax has no register to spare.
+  struct TileInfo : gpu::ForwardTileInfo {
+    float scale, cap;
+    float unit;          // logits per score
+    int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
+    int v_column;        // first of the values' columns
+    int64_t bias_at;     // of the head
   };
-  using TileInfo = std::conditional_t<kSplitsValues, PartInfo, gpu::ForwardTileInfo>;
 
   static __device__ __forceinline__ int ValueColumn(const TileInfo& info) {
-    if constexpr (kSplitsValues) return info.v_column;
-    return 0;
+    return kSplitsValues ? info.v_column : 0;
   }
 
   // Parts of one tile of queries are numbered one after the other, and share keys in L2.
@@ -96,7 +99,23 @@ struct ForwardKernel {
     static_cast<gpu::ForwardTileInfo&>(info) =
         gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(
             p.score, p.order, tile / parts);
-    if constexpr (kSplitsValues) info.v_column = tile % parts * kHeadDimV;
+    const gpu::ScoreParams& s = p.score;
+    info.scale = gpu::ScaleOf(s, info.batch);
+    info.cap = s.logits_soft_cap.data == nullptr
+                   ? 0.f
+                   : fabsf(gpu::ReadFloat(s.logits_soft_cap,
+                                          gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
+    info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
+                          (kHasElements && s.bias.data != nullptr);
+    info.unit = info.is_transformed ? 1.f : info.scale;
+    info.v_column = kSplitsValues ? tile % parts * kHeadDimV : 0;
+    info.bias_at = 0;
+    if constexpr (kHasElements) {
+      if (s.bias.data != nullptr) {
+        info.bias_at = gpu::EntryOf(s.bias.batch, info.batch) * s.bias_strides.entry +
+                       info.head * s.bias_strides.head;
+      }
+    }
     return info;
   }
 
@@ -351,10 +370,9 @@ struct ForwardKernel {
 
   // Keys beyond the operand repeat its last: their scores are masked.
   template <typename T>
-  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp,
-                                                 const gpu::ElementRules& rules, int row,
-                                                 int kv_first, float (&s)[kKeys]) {
-    const T* bias = static_cast<const T*>(sp.bias.data) + rules.bias_at +
+  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp, int64_t bias_at,
+                                                 int row, int kv_first, float (&s)[kKeys]) {
+    const T* bias = static_cast<const T*>(sp.bias.data) + bias_at +
                     min(row, sp.seqlen_q - 1) * sp.bias_strides.row;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
@@ -363,68 +381,65 @@ struct ForwardKernel {
     }
   }
 
-  struct Row {  // of this thread
-    int index;
-    int2 interval;
-    float scale, cap;
-    bool is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
-    float unit;           // logits per score
-  };
-
-  // Scale, bias and soft cap where they cannot be folded into the exponent, then masks.
-  static __device__ __forceinline__ void FinishScores(const ForwardParams& p, const TileInfo& info,
-                                                      const Row& row, int kv_first, bool is_masked,
-                                                      float (&s)[kKeys]) {
-    const gpu::ScoreParams& sp = p.score;
-    if (row.is_transformed) {
+  // Scale, bias and soft cap where they cannot be folded into the exponent.
+  static __device__ __forceinline__ void Transform(const gpu::ScoreParams& sp, const TileInfo& info,
+                                                   int row, int kv_first, float (&s)[kKeys]) {
+    const float scale = info.scale;
 #pragma unroll
-      for (int i = 0; i < kKeys; ++i) s[i] *= row.scale;
-      if constexpr (kHasElements) {
-        if (sp.bias.data != nullptr) {
-          const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, false);
-          if (sp.bias.dtype == DType::kF32) {
-            AddBias<float>(sp, rules, row.index, kv_first, s);
-          } else {
-            AddBias<uint16_t>(sp, rules, row.index, kv_first, s);
-          }
+    for (int i = 0; i < kKeys; ++i) s[i] *= scale;
+    if constexpr (kHasElements) {
+      if (sp.bias.data != nullptr) {
+        if (sp.bias.dtype == DType::kF32) {
+          AddBias<float>(sp, info.bias_at, row, kv_first, s);
+        } else {
+          AddBias<uint16_t>(sp, info.bias_at, row, kv_first, s);
         }
       }
-      if (row.cap > 0.f) {
-        const float inverse = 1.f / row.cap;
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) s[i] = row.cap * gpu::Tanh(s[i] * inverse);
-      }
     }
-    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end && !is_masked) return;
-    const int lo = row.interval.x - kv_first;
-    const unsigned length = row.interval.y - row.interval.x;
+    const float cap = info.cap;
+    if (cap > 0.f) {
+      const float inverse = 1.f / cap;
 #pragma unroll
-    for (int i = 0; i < kKeys; ++i)
-      s[i] = static_cast<unsigned>(i - lo) < length ? s[i] : -gpu::kInf;
+      for (int i = 0; i < kKeys; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
+    }
+  }
+
+  static constexpr int kWords = kKeys / 32;
+
+  // Whether a row may not see all keys of a tile; if so, a bit for each key that it sees. Found
+  // before the scores are in registers, as it takes many.
+  static __device__ __forceinline__ bool FindKept(const gpu::ScoreParams& sp, const TileInfo& info,
+                                                  int row, int2 interval, int kv_first,
+                                                  bool is_masked, uint32_t (&kept)[kWords]) {
+    if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end && !is_masked)
+      return false;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+      kept[w] = IntervalBits(interval.x - kv_first - 32 * w, interval.y - kv_first - 32 * w);
     if constexpr (kHasSegments) {
       if (info.is_elementwise || is_masked) {
         const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
-        const int i = min(row.index, sp.seqlen_q - 1);
-        // Rolled loops over bits keep the code small: the registers themselves need constant
+        const int i = min(row, sp.seqlen_q - 1);
+        // Rolled loops keep the code small; the words rotate, since registers need constant
         // indices.
-#pragma unroll
-        for (int word = 0; word < kKeys / 32; ++word) {
-          uint32_t keep = 0;
+#pragma unroll 1
+        for (int first = kv_first; first < kv_first + kKeys; first += 32) {
+          uint32_t bits = 0;
 #pragma unroll 1
           for (int bit = 0; bit < 32; ++bit) {
-            const int j = min(kv_first + word * 32 + bit, sp.seqlen_kv - 1);
-            keep |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
+            const int j = min(first + bit, sp.seqlen_kv - 1);
+            bits |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
                                                        : gpu::KeepSegment(rules, i, j))
                     << bit;
           }
+          bits &= kept[0];
 #pragma unroll
-          for (int bit = 0; bit < 32; ++bit) {
-            float& x = s[word * 32 + bit];
-            x = keep >> bit & 1 ? x : -gpu::kInf;
-          }
+          for (int w = 0; w + 1 < kWords; ++w) kept[w] = kept[w + 1];
+          kept[kWords - 1] = bits;
         }
       }
     }
+    return true;
   }
 
   static __device__ __forceinline__ float MaxOf(const float (&s)[kKeys]) {
@@ -478,24 +493,19 @@ struct ForwardKernel {
     while (true) {
       const TileInfo& info = tiles.Get();
       if (info.is_last) return;
-      Row row;
-      row.index = info.q_first + group * kRows + thread;
-      row.interval = gpu::RowInterval(sp, info.limits, info.batch, row.index);
-      row.scale = gpu::ScaleOf(sp, info.batch);
-      row.cap = sp.logits_soft_cap.data == nullptr
-                    ? 0.f
-                    : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
-                                           gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
-      row.is_transformed = sp.logits_soft_cap.data != nullptr || !(row.scale > 0.f) ||
-                           (kHasElements && sp.bias.data != nullptr);
-      row.unit = row.is_transformed ? 1.f : row.scale;
-      const float factor = row.unit * gpu::kLog2e;
+      const int row = info.q_first + group * kRows + thread;
+      const int2 interval = gpu::RowInterval(sp, info.limits, info.batch, row);
+      const float factor = info.unit * gpu::kLog2e;
       float max = -gpu::kInf;
       float2 sum = make_float2(0.f, 0.f);
       const KeyTiles key_tiles(sp, info);
       int n = info.kv_range;
       for (int left = info.num_kv_tiles - 1; left >= 0; --left) {
         n = key_tiles.Seen(n - 1);
+        const int kv_first = info.kv_first + n * kKeys;
+        uint32_t kept[kWords];
+        const bool is_partial = FindKept(sp, info, info.q_first + group * kRows + thread, interval,
+                                         kv_first, key_tiles.IsMasked(n), kept);
         WaitTmem(&smem.s_full[group], s_phase);
         s_phase ^= 1;
         float s[kKeys];
@@ -503,7 +513,12 @@ struct ForwardKernel {
         for (int c = 0; c < kKeys; c += 32)
           LoadColumns(scores + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
-        FinishScores(p, info, row, info.kv_first + n * kKeys, key_tiles.IsMasked(n), s);
+        if (info.is_transformed)
+          Transform(sp, info, info.q_first + group * kRows + thread, kv_first, s);
+        if (is_partial) {
+#pragma unroll
+          for (int i = 0; i < kKeys; ++i) s[i] = kept[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
+        }
         const float top = fmaxf(MaxOf(s), max);
         // -inf is caught up with at once: the difference is inf, or NaN if there is still no key.
         float rescale = 1.f;
@@ -529,11 +544,15 @@ struct ForwardKernel {
           }
         }
 #pragma unroll
-        for (int c = 0; c < kKeys; c += 32) Exponentiate(s + c, factor, base, scores + c / 2, sum);
+        for (int c = 0; c < kKeys; c += 32) {
+          // Lest all of them are begun at once, and loop counters lose their registers.
+          if (c == kKeys / 2) KeepOrder(scores);
+          Exponentiate(s + c, factor, base, scores + c / 2, sum);
+        }
         WaitStores();
         ArriveTmem(&smem.p_full[group]);
       }
-      send(sum.x + sum.y, max == -gpu::kInf ? max : __fmul_rn(max, row.unit));
+      send(sum.x + sum.y, max == -gpu::kInf ? max : __fmul_rn(max, info.unit));
       tiles.Done();
     }
   }
