@@ -172,6 +172,7 @@ struct BackwardKernel {
     int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
     int has_large;       // see ExponentiateLarge
     int num_steps;
+    int64_t bias_at, dbias_at, lse_at;  // of the batch entry
   };
   static constexpr int kInfoSlots = 2;
   static constexpr int kInfoReaders = 13;  // warps
@@ -293,9 +294,10 @@ struct BackwardKernel {
         : "memory");
   }
 
-  static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
+  // Into shared memory at once, as the loading thread has no register for all of it.
+  static __device__ __forceinline__ void DescribeTile(const BackwardParams& p, int tile,
+                                                      TileInfo& info) {
     const gpu::ScoreParams& s = p.score;
-    TileInfo info;
     static_cast<gpu::BackwardTileInfo&>(info) =
         gpu::DescribeBackwardTile<kRows, kRows, kHasElements>(s, p.kv_plan, p.order, tile);
     info.scale = gpu::ScaleOf(s, info.batch);
@@ -307,17 +309,25 @@ struct BackwardKernel {
                           (kHasElements && s.bias.data != nullptr);
     info.unit = info.is_transformed ? 1.f : info.scale;
     info.has_large = *p.has_large;
+    info.lse_at = gpu::EntryOf(p.lse.batch, info.batch) * s.num_q_heads * s.seqlen_q;
+    info.bias_at = info.dbias_at = 0;
+    if constexpr (kHasElements) {
+      if (s.bias.data != nullptr)
+        info.bias_at = gpu::EntryOf(s.bias.batch, info.batch) * s.bias_strides.entry;
+      if (p.dbias != nullptr)
+        info.dbias_at = gpu::EntryOf(p.dbias_map, info.batch) * s.bias_strides.entry;
+    }
     info.num_steps = s.group_size * (info.q_end - info.q_begin);
     if constexpr (kHasElements) {
       if (s.mask_plan.words != nullptr) {
-        info.num_steps = 0;
+        int num_steps = 0;
         for (int g = 0; g < s.group_size; ++g) {
-          info.num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
-                                           info.q_begin, info.q_end);
+          num_steps += gpu::CountSeen(LineOf(s, info, info.kv_head * s.group_size + g),
+                                      info.q_begin, info.q_end);
         }
+        info.num_steps = num_steps;
       }
     }
-    return info;
   }
 
   static __device__ __forceinline__ void Load(const BackwardParams& p,
@@ -332,9 +342,10 @@ struct BackwardKernel {
     // A tile is claimed when the one before has been loaded.
     for (int tile = blockIdx.x; tile < p.order.num_tiles;
          tile = gridDim.x + atomicAdd(p.next_tile, 1)) {
-      const TileInfo info = DescribeTile(p, tile);
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
-      smem.info[slot.stage] = info;
+      TileInfo& info =
+          smem.info[slot.stage];  // nobody else writes it before the tile after the next
+      DescribeTile(p, tile, info);
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
       slot.Next();
       if (info.num_steps == 0) continue;
@@ -523,10 +534,9 @@ struct BackwardKernel {
 
   // Queries beyond the operand repeat its last: their scores are masked.
   template <typename T>
-  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp,
-                                                 const gpu::ElementRules& rules, int key,
-                                                 int q_first, float (&s)[kQueries]) {
-    const T* bias = static_cast<const T*>(sp.bias.data) + rules.bias_at +
+  static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp, int64_t bias_at,
+                                                 int key, int q_first, float (&s)[kQueries]) {
+    const T* bias = static_cast<const T*>(sp.bias.data) + bias_at +
                     min(key, sp.seqlen_kv - 1) * sp.bias_strides.col;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
@@ -535,57 +545,62 @@ struct BackwardKernel {
     }
   }
 
-  // Scale, bias and soft cap where they cannot be folded into the exponent, then masks. Returns
-  // whether any pair may have been masked.
-  static __device__ __forceinline__ bool FinishScores(const BackwardParams& p, const TileInfo& info,
-                                                      const Key& key, int head, int q_first,
-                                                      bool is_masked, float (&s)[kQueries]) {
-    const gpu::ScoreParams& sp = p.score;
-    if (info.is_transformed) {
+  // Scale, bias and soft cap where they cannot be folded into the exponent.
+  static __device__ __forceinline__ void Transform(const gpu::ScoreParams& sp, const TileInfo& info,
+                                                   int key, int head, int q_first,
+                                                   float (&s)[kQueries]) {
+    const float scale = info.scale;
 #pragma unroll
-      for (int i = 0; i < kQueries; ++i) s[i] *= info.scale;
-      if constexpr (kHasElements) {
-        if (sp.bias.data != nullptr) {
-          const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
-          if (sp.bias.dtype == DType::kF32) {
-            AddBias<float>(sp, rules, key.index, q_first, s);
-          } else {
-            AddBias<uint16_t>(sp, rules, key.index, q_first, s);
-          }
+    for (int i = 0; i < kQueries; ++i) s[i] *= scale;
+    if constexpr (kHasElements) {
+      if (sp.bias.data != nullptr) {
+        const int64_t bias_at = info.bias_at + head * sp.bias_strides.head;
+        if (sp.bias.dtype == DType::kF32) {
+          AddBias<float>(sp, bias_at, key, q_first, s);
+        } else {
+          AddBias<uint16_t>(sp, bias_at, key, q_first, s);
         }
       }
-      if (info.cap > 0.f) {
-        const float inverse = 1.f / info.cap;
-#pragma unroll
-        for (int i = 0; i < kQueries; ++i) s[i] = info.cap * gpu::Tanh(s[i] * inverse);
-      }
     }
+    const float cap = info.cap;
+    if (cap > 0.f) {
+      const float inverse = 1.f / cap;
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
+    }
+  }
+
+  static constexpr int kWords = kQueries / 32;
+
+  // Whether a key may not be seen by all queries of a half; if so, a bit for each query that sees
+  // it. Found before the scores are in registers, as it takes many.
+  static __device__ __forceinline__ bool FindKept(const gpu::ScoreParams& sp, const TileInfo& info,
+                                                  const Key& key, int head, int q_first,
+                                                  bool is_masked, uint32_t (&kept)[kWords]) {
     if (q_first >= info.full_begin && q_first + kQueries <= info.full_end && !is_masked)
       return false;
-    const int lo = key.interval.x - q_first;
-    const unsigned length = key.interval.y - key.interval.x;
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i)
-      s[i] = static_cast<unsigned>(i - lo) < length ? s[i] : -gpu::kInf;
+    for (int w = 0; w < kWords; ++w) {
+      kept[w] = IntervalBits(key.interval.x - q_first - 32 * w, key.interval.y - q_first - 32 * w);
+    }
     if (info.is_elementwise || is_masked) {
       const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, info.is_scattered);
       const int j = min(key.index, sp.seqlen_kv - 1);
-      // Rolled loops over bits keep the code small: the registers themselves need constant indices.
-#pragma unroll
-      for (int word = 0; word < kQueries / 32; ++word) {
-        uint32_t keep = 0;
+      // Rolled loops keep the code small; the words rotate, since registers need constant indices.
+#pragma unroll 1
+      for (int first = q_first; first < q_first + kQueries; first += 32) {
+        uint32_t bits = 0;
 #pragma unroll 1
         for (int bit = 0; bit < 32; ++bit) {
-          const int i = min(q_first + word * 32 + bit, sp.seqlen_q - 1);
-          keep |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
+          const int i = min(first + bit, sp.seqlen_q - 1);
+          bits |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
                                                      : gpu::KeepSegment(rules, i, j))
                   << bit;
         }
+        bits &= kept[0];
 #pragma unroll
-        for (int bit = 0; bit < 32; ++bit) {
-          float& x = s[word * 32 + bit];
-          x = keep >> bit & 1 ? x : -gpu::kInf;
-        }
+        for (int w = 0; w + 1 < kWords; ++w) kept[w] = kept[w + 1];
+        kept[kWords - 1] = bits;
       }
     }
     return true;
@@ -593,9 +608,11 @@ struct BackwardKernel {
 
   // Probabilities of scores, in place.
   static __device__ __forceinline__ void Exponentiate(float factor, const float* lse2,
-                                                      float (&s)[kQueries]) {
+                                                      uint32_t address, float (&s)[kQueries]) {
 #pragma unroll
     for (int c = 0; c < kQueries; c += 16) {
+      // Lest all row statistics are loaded at once, and loop counters lose their registers.
+      if (c == kQueries / 2) KeepOrder(address);
 #pragma unroll
       for (int t = 0; t < 4; ++t) {
         const int i = c + 2 * t, j = i + 8;  // and the next each
@@ -619,16 +636,16 @@ struct BackwardKernel {
                                                            int q_first, const float* lse2,
                                                            float (&s)[kQueries]) {
     const gpu::ScoreParams& sp = p.score;
-    const float* lse =
-        static_cast<const float*>(p.lse.data) +
-        (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first;
+    const float* lse = static_cast<const float*>(p.lse.data) + info.lse_at +
+                       static_cast<int64_t>(head) * sp.seqlen_q + q_first;
+    const float unit = info.unit;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
       const float base = lse2[gpu::RowSlot(i)];
-      float exponent = s[i] * info.unit * gpu::kLog2e - base;
+      float exponent = s[i] * unit * gpu::kLog2e - base;
       // Rows that see nothing have lse2 +inf, those past the last among them.
       if (fabsf(base) > gpu::kLargeBase && base < gpu::kInf) {
-        const float above = __fmul_rn(s[i], info.unit) - lse[i];
+        const float above = __fmul_rn(s[i], unit) - lse[i];
         exponent = above > 0.f ? 0.f : above * gpu::kLog2e;
       }
       s[i] = gpu::Exp2(exponent);
@@ -645,8 +662,8 @@ struct BackwardKernel {
     const gpu::ScoreParams& sp = p.score;
     const ScoreStrides& strides = sp.bias_strides;
     const int lane = threadIdx.x % 32;
-    float* to = p.dbias + gpu::EntryOf(p.dbias_map, info.batch) * strides.entry +
-                head * strides.head + q_first * strides.row + key * strides.col;
+    float* to =
+        p.dbias + info.dbias_at + head * strides.head + q_first * strides.row + key * strides.col;
     auto add = [](bool is_inside, float* at, float x) {
       if (is_inside && x != 0.f) atomicAdd(at, x);
     };
@@ -718,6 +735,9 @@ struct BackwardKernel {
       key.index = info.kv_first + thread;
       key.interval = gpu::KeyInterval(sp, p.kv_plan, info.limits, info.batch, key.index);
       for (Steps step(p, info); step.left > 0; step.Next(p), phase ^= 1) {
+        const int q_first = step.q_tile * kRows + half * kQueries;
+        uint32_t kept[kWords];
+        const bool is_partial = FindKept(sp, info, key, step.head, q_first, step.is_masked, kept);
         float s[kQueries];  // then probabilities
         WaitTmem(&smem.s_full, phase);
 #pragma unroll
@@ -725,15 +745,18 @@ struct BackwardKernel {
           LoadColumns(s_at + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
         if constexpr (kDpReplacesS) ArriveTmem(&smem.s_read);
-        const int q_first = step.q_tile * kRows + half * kQueries;
-        const bool is_partial = FinishScores(p, info, key, step.head, q_first, step.is_masked, s);
+        if (info.is_transformed) Transform(sp, info, key.index, step.head, q_first, s);
+        if (is_partial) {
+#pragma unroll
+          for (int i = 0; i < kQueries; ++i) s[i] = kept[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
+        }
         gpu::Wait(&smem.stats_ring.full[stats_state.stage], stats_state.phase);
         const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
         const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
         if (info.has_large) {
           ExponentiateLarge(p, info, step.head, q_first, lse2, s);
         } else {
-          Exponentiate(info.unit * gpu::kLog2e, lse2, s);
+          Exponentiate(info.unit * gpu::kLog2e, lse2, s_at, s);
         }
         uint32_t packed[kQueries / 2];
         Pack<Element>(s, packed);
@@ -749,6 +772,7 @@ struct BackwardKernel {
 #pragma unroll
           for (int c = 0; c < kQueries; c += kChunk) {
             float (&dp)[kChunk] = chunks[c / kChunk % 2];
+            if (c == kQueries / 2) KeepOrder(dp_at);
             WaitLoads();
             if (c + kChunk < kQueries)
               LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);

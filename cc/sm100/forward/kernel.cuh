@@ -93,9 +93,10 @@ struct ForwardKernel {
   }
 
   // Parts of one tile of queries are numbered one after the other, and share keys in L2.
-  static __device__ __forceinline__ TileInfo DescribeTile(const ForwardParams& p, int tile) {
+  // Described in shared memory, as the loading thread has no register for all of it.
+  static __device__ __forceinline__ void DescribeTile(const ForwardParams& p, int tile,
+                                                      TileInfo& info) {
     const int parts = kSplitsValues ? (p.score.head_dim_v + kHeadDimV - 1) / kHeadDimV : 1;
-    TileInfo info;
     static_cast<gpu::ForwardTileInfo&>(info) =
         gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(
             p.score, p.order, tile / parts);
@@ -116,7 +117,6 @@ struct ForwardKernel {
                        info.head * s.bias_strides.head;
       }
     }
-    return info;
   }
 
   static constexpr int kInfoSlots = 2;
@@ -215,9 +215,10 @@ struct ForwardKernel {
     int tile = blockIdx.x;
     while (tile < p.order.num_tiles) {
       const int next = gridDim.x + atomicAdd(p.next_tile, 1);
-      const TileInfo info = DescribeTile(p, tile);
       gpu::Wait(&smem.info_ring.empty[slot.stage], slot.phase);
-      smem.info[slot.stage] = info;
+      TileInfo& info =
+          smem.info[slot.stage];  // nobody else writes it before the tile after the next
+      DescribeTile(p, tile, info);
       gpu::Arrive(&smem.info_ring.full[slot.stage]);
       slot.Next();
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
