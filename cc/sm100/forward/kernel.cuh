@@ -50,7 +50,7 @@ struct ForwardKernel {
   static constexpr int kThreads = 512;
   static constexpr int kCorrectionWarp = 8, kMmaWarp = 12, kLoadWarp = 13;
   // setmaxnreg shares out the 128 registers per thread that the block starts with.
-  static constexpr int kSoftmaxRegs = 176, kCorrectionRegs = 88, kOtherRegs = 72;
+  static constexpr int kSoftmaxRegs = 176, kCorrectionRegs = 96, kOtherRegs = 64;
 
   // Columns of tensor memory. Probabilities, two to a column, take the place of their scores.
   static constexpr int kColumns = 512;
