@@ -96,12 +96,12 @@ struct BackwardKernel {
   static constexpr int kComputeThreads = 32 * kComputeWarps, kReduceThreads = 32 * kReduceWarps;
   static constexpr int kQueries = kRows / kHalves;  // of one step and thread
   // Columns of dq that are held in registers, so that tensor memory is free before they have been
-  // added.
-  static constexpr int kHeldColumns = kHeadDim % 128 == 0 ? 128 : 64;
+  // added. Masks and bias take registers that the other half of 128 would need.
+  static constexpr int kHeldColumns = kHeadDim % 128 == 0 && !kHasElements ? 128 : 64;
   // setmaxnreg shares out the 128 registers per thread that the block starts with. Descriptors of
   // products take the more, the larger the head dim.
   static constexpr int kReduceRegs = kHeldColumns == 128 ? 152 : 104;
-  static constexpr int kComputeRegs = kHeldColumns == 128 ? 144 : 152;
+  static constexpr int kComputeRegs = kHeldColumns == 128 ? 144 : 168;
   static constexpr int kOtherRegs = 512 - kReduceRegs - kHalves * kComputeRegs;
 
   // Columns of tensor memory
@@ -167,7 +167,7 @@ struct BackwardKernel {
   // What the computing warps want to know of a tile stays in shared memory, as they have no
   // register to spare.
   struct TileInfo : gpu::BackwardTileInfo {
-    float scale, cap;
+    float scale, cap, inverse_cap;
     float unit;          // logits per score
     int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
     int has_large;       // see ExponentiateLarge
@@ -305,6 +305,7 @@ struct BackwardKernel {
                    ? 0.f
                    : fabsf(gpu::ReadFloat(s.logits_soft_cap,
                                           gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
+    info.inverse_cap = 1.f / info.cap;
     info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
                           (kHasElements && s.bias.data != nullptr);
     info.unit = info.is_transformed ? 1.f : info.scale;
@@ -564,7 +565,7 @@ struct BackwardKernel {
     }
     const float cap = info.cap;
     if (cap > 0.f) {
-      const float inverse = 1.f / cap;
+      const float inverse = info.inverse_cap;
 #pragma unroll
       for (int i = 0; i < kQueries; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
     }
@@ -793,7 +794,7 @@ struct BackwardKernel {
             if (info.cap > 0.f) {
               // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
               // probability.
-              const float inverse = gpu::kLn2 / info.cap;
+              const float inverse = gpu::kLn2 * info.inverse_cap;
 #pragma unroll
               for (int i = 0; i < kChunk; ++i) {
                 const float t = (__log2f(s[c + i]) + lse2[gpu::RowSlot(c + i)]) * inverse;

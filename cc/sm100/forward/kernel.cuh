@@ -81,7 +81,7 @@ struct ForwardKernel {
   static constexpr bool kSplitsValues = kHeadDim > 192;
   // What is the same for all rows stays in shared memory, as the softmax has no register to spare.
   struct TileInfo : gpu::ForwardTileInfo {
-    float scale, cap;
+    float scale, cap, inverse_cap;
     float unit;          // logits per score
     int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
     int v_column;        // first of the values' columns
@@ -106,6 +106,7 @@ struct ForwardKernel {
                    ? 0.f
                    : fabsf(gpu::ReadFloat(s.logits_soft_cap,
                                           gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
+    info.inverse_cap = 1.f / info.cap;
     info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
                           (kHasElements && s.bias.data != nullptr);
     info.unit = info.is_transformed ? 1.f : info.scale;
@@ -399,7 +400,7 @@ struct ForwardKernel {
     }
     const float cap = info.cap;
     if (cap > 0.f) {
-      const float inverse = 1.f / cap;
+      const float inverse = info.inverse_cap;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
     }
