@@ -533,22 +533,28 @@ struct BackwardKernel {
   }
   static_assert(gpu::RowSlot(1) == 1 && gpu::RowSlot(8) == 2 && gpu::RowSlot(9) == 3);
 
+  static constexpr int kChunk = 16;  // queries that are worked on at a time
+
   // Queries beyond the operand repeat its last: their scores are masked.
   template <typename T>
   static __device__ __forceinline__ void AddBias(const gpu::ScoreParams& sp, int64_t bias_at,
-                                                 int key, int q_first, float (&s)[kQueries]) {
+                                                 int key, int q_first, uint32_t address,
+                                                 float (&s)[kQueries]) {
+    const int last = sp.seqlen_q - 1;
     const T* bias = static_cast<const T*>(sp.bias.data) + bias_at +
-                    min(key, sp.seqlen_kv - 1) * sp.bias_strides.col;
+                    min(key, sp.seqlen_kv - 1) * sp.bias_strides.col +
+                    min(q_first, last) * sp.bias_strides.row;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      s[i] += gpu::ToFloat(bias[min(q_first + i, sp.seqlen_q - 1) * sp.bias_strides.row],
-                           sp.bias.dtype == DType::kBF16);
+      if (i > 0 && i % kChunk == 0) KeepOrder(address + i);
+      s[i] += gpu::ToFloat(*bias, sp.bias.dtype == DType::kBF16);
+      if (q_first + i < last) bias += sp.bias_strides.row;
     }
   }
 
   // Scale, bias and soft cap where they cannot be folded into the exponent.
   static __device__ __forceinline__ void Transform(const gpu::ScoreParams& sp, const TileInfo& info,
-                                                   int key, int head, int q_first,
+                                                   int key, int head, int q_first, uint32_t address,
                                                    float (&s)[kQueries]) {
     const float scale = info.scale;
 #pragma unroll
@@ -557,9 +563,9 @@ struct BackwardKernel {
       if (sp.bias.data != nullptr) {
         const int64_t bias_at = info.bias_at + head * sp.bias_strides.head;
         if (sp.bias.dtype == DType::kF32) {
-          AddBias<float>(sp, bias_at, key, q_first, s);
+          AddBias<float>(sp, bias_at, key, q_first, address, s);
         } else {
-          AddBias<uint16_t>(sp, bias_at, key, q_first, s);
+          AddBias<uint16_t>(sp, bias_at, key, q_first, address, s);
         }
       }
     }
@@ -635,13 +641,14 @@ struct BackwardKernel {
   static __device__ __forceinline__ void ExponentiateLarge(const BackwardParams& p,
                                                            const TileInfo& info, int head,
                                                            int q_first, const float* lse2,
-                                                           float (&s)[kQueries]) {
+                                                           uint32_t address, float (&s)[kQueries]) {
     const gpu::ScoreParams& sp = p.score;
     const float* lse = static_cast<const float*>(p.lse.data) + info.lse_at +
                        static_cast<int64_t>(head) * sp.seqlen_q + q_first;
     const float unit = info.unit;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
+      if (i > 0 && i % kChunk == 0) KeepOrder(address + i);
       const float base = lse2[gpu::RowSlot(i)];
       float exponent = s[i] * unit * gpu::kLog2e - base;
       // Rows that see nothing have lse2 +inf, those past the last among them.
@@ -652,8 +659,6 @@ struct BackwardKernel {
       s[i] = gpu::Exp2(exponent);
     }
   }
-
-  static constexpr int kChunk = 16;  // queries that a thread has dS of at a time
 
   // Adds dS of a chunk of queries to dbias; what keys of a warp or queries of the chunk share is
   // summed first. Uses up dS.
@@ -746,7 +751,7 @@ struct BackwardKernel {
           LoadColumns(s_at + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
         if constexpr (kDpReplacesS) ArriveTmem(&smem.s_read);
-        if (info.is_transformed) Transform(sp, info, key.index, step.head, q_first, s);
+        if (info.is_transformed) Transform(sp, info, key.index, step.head, q_first, s_at, s);
         if (is_partial) {
 #pragma unroll
           for (int i = 0; i < kQueries; ++i) s[i] = kept[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
@@ -755,7 +760,7 @@ struct BackwardKernel {
         const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
         const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
         if (info.has_large) {
-          ExponentiateLarge(p, info, step.head, q_first, lse2, s);
+          ExponentiateLarge(p, info, step.head, q_first, lse2, s_at, s);
         } else {
           Exponentiate(info.unit * gpu::kLog2e, lse2, s_at, s);
         }
@@ -767,16 +772,19 @@ struct BackwardKernel {
 
         WaitTmem(&smem.dp_full, phase);
         auto compute_ds = [&](auto has_dbias) {
-          // One chunk of columns is on its way while another is worked on.
-          float chunks[2][kChunk];
+          constexpr bool kHasDbias = decltype(has_dbias)::value;
+          // One chunk of columns is on its way while another is worked on, where registers allow.
+          constexpr int kAhead = kHasDbias ? 0 : 1;
+          float chunks[1 + kAhead][kChunk];
           LoadColumns(dp_at, chunks[0]);
 #pragma unroll
           for (int c = 0; c < kQueries; c += kChunk) {
-            float (&dp)[kChunk] = chunks[c / kChunk % 2];
-            if (c == kQueries / 2) KeepOrder(dp_at);
+            if (kHasDbias ? c > 0 : c == kQueries / 2) KeepOrder(dp_at + c);
+            float (&dp)[kChunk] = chunks[c / kChunk % (1 + kAhead)];
+            if (kAhead == 0 && c > 0) LoadColumns(dp_at + c, dp);
             WaitLoads();
-            if (c + kChunk < kQueries)
-              LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % 2]);
+            if (kAhead == 1 && c + kChunk < kQueries)
+              LoadColumns(dp_at + c + kChunk, chunks[(c / kChunk + 1) % (1 + kAhead)]);
 #pragma unroll
             for (int t = 0; t < 4; ++t) {
               const int i = 2 * t, j = i + 8;  // and the next each
@@ -806,7 +814,7 @@ struct BackwardKernel {
               for (int i = 0; i < kChunk; ++i) dp[i] = s[c + i] == 0.f ? 0.f : dp[i];
             }
             Pack<Element>(dp, reinterpret_cast<uint32_t (&)[kChunk / 2]>(packed[c / 2]));
-            if constexpr (decltype(has_dbias)::value)
+            if constexpr (kHasDbias)
               AddBiasGradient(p, info, key.index, step.head, q_first + c, dp);
           }
         };
