@@ -648,7 +648,7 @@ struct BackwardKernel {
     const float unit = info.unit;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      if (i > 0 && i % kChunk == 0) KeepOrder(address + i);
+      if (kHasElements && i > 0 && i % kChunk == 0) KeepOrder(address + i);
       const float base = lse2[gpu::RowSlot(i)];
       float exponent = s[i] * unit * gpu::kLog2e - base;
       // Rows that see nothing have lse2 +inf, those past the last among them.
@@ -732,15 +732,17 @@ struct BackwardKernel {
                    dp_at = tmem + kDpColumn + half * kQueries, p_at = tmem + PColumn(half),
                    ds_at = tmem + DsColumn(half);
     Tiles tiles(smem);
-    gpu::RingState<kStatsStages> stats_state;
-    int phase = 0, grads_phase = 0;
+    static_assert(kStatsStages == 2);
+    int steps = 0;  // so far, of all tiles: stages and phases of barriers follow from it
+    int grads_phase = 0;
     while (true) {
       const TileInfo& info = tiles.Get();
       if (info.is_last) break;
       Key key;
       key.index = info.kv_first + thread;
       key.interval = gpu::KeyInterval(sp, p.kv_plan, info.limits, info.batch, key.index);
-      for (Steps step(p, info); step.left > 0; step.Next(p), phase ^= 1) {
+      for (Steps step(p, info); step.left > 0; step.Next(p), ++steps) {
+        const int phase = steps & 1, stage = steps & 1;
         const int q_first = step.q_tile * kRows + half * kQueries;
         uint32_t kept[kWords];
         const bool is_partial = FindKept(sp, info, key, step.head, q_first, step.is_masked, kept);
@@ -756,9 +758,9 @@ struct BackwardKernel {
 #pragma unroll
           for (int i = 0; i < kQueries; ++i) s[i] = kept[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
         }
-        gpu::Wait(&smem.stats_ring.full[stats_state.stage], stats_state.phase);
-        const float* lse2 = smem.stats[stats_state.stage].lse2 + half * kQueries;
-        const float* delta = smem.stats[stats_state.stage].delta + half * kQueries;
+        gpu::Wait(&smem.stats_ring.full[stage], steps >> 1 & 1);
+        const float* lse2 = smem.stats[stage].lse2 + half * kQueries;
+        const float* delta = smem.stats[stage].delta + half * kQueries;
         if (info.has_large) {
           ExponentiateLarge(p, info, step.head, q_first, lse2, s_at, s);
         } else {
@@ -833,8 +835,7 @@ struct BackwardKernel {
         WaitStores();
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         ArriveTmem(&smem.ds_full);
-        gpu::ArriveAsWarp(&smem.stats_ring.empty[stats_state.stage]);
-        stats_state.Next();
+        gpu::ArriveAsWarp(&smem.stats_ring.empty[stage]);
       }
       const bool has_steps = info.num_steps > 0;
       if (has_steps) {
