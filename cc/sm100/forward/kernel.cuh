@@ -518,7 +518,8 @@ struct ForwardKernel {
         if (info.is_transformed)
           Transform(sp, info, info.q_first + group * kRows + thread, kv_first, s);
         if (is_partial) {
-          asm volatile("");  // a branch, not a selection in every tile
+          // A branch and not a selection in every tile, which the compiler prefers.
+          if constexpr (kMode == ForwardMode::kDense) KeepOrder(scores + 1);
 #pragma unroll
           for (int i = 0; i < kKeys; ++i) s[i] = kept[i / 32] >> i % 32 & 1 ? s[i] : -gpu::kInf;
         }
