@@ -70,8 +70,9 @@ __device__ __forceinline__ uint32_t IntervalBits(int lo, int hi) {
   return static_cast<uint32_t>((uint64_t{1} << hi) - (uint64_t{1} << min(lo, hi)));
 }
 
-// The compiler moves no arithmetic across this branch. It is never taken: `address` is one of tensor
-// memory. Branches after one another take different ones, lest the second follows from the first.
+// The compiler moves no arithmetic across this branch. It is never taken: `address` is one of
+// tensor memory. Branches after one another take different ones, lest the second follows from the
+// first.
 __device__ __forceinline__ void KeepOrder(uint32_t address) {
   if (address == ~0u) __trap();
 }

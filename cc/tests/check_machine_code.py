@@ -48,10 +48,7 @@ ALLOWED = {
         "dk and dv of head_dim 192 with head_dim_v 128 take 160 of 240 registers",
     ),
     ("sm90", "backward", "kGeneral"): (64, "addresses of mask, bias and its gradient"),
-    ("sm100", "backward", "kInterval"): (
-        18,
-        "head_dim 128: dk and dv leave the tiles that a mask cuts too few",
-    ),
+    ("sm100", "forward", "kDense"): (5, "counters, beside 128 scores of a thread"),
     ("sm100", "backward", "kGeneral"): (2, "addresses of mask, bias and its gradient"),
 }
 
