@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(256) Delta(const __grid_constant__ DeltaParams
         const float scale = ScaleOf(s, b);
         // Where scores are transformed before lse applies, and in large rows, they start from 0.
         float start = 0.f;
-        if (scale > 0.f && s.logits_soft_cap.data == nullptr && s.bias.data == nullptr) {
+        if (!IsTransformed(s, scale)) {
           start = -lse / scale;
           // Where parts cannot hold it, the row counts as large.
           if (lse < kInf && fabsf(start) > kLimit) lse2 = 2.f * kLargeBase;

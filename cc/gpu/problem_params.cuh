@@ -169,6 +169,38 @@ __device__ __forceinline__ float ScaleOf(const ScoreParams& s, int b) {
   return s.scale.data == nullptr ? s.default_scale : ReadFloat(s.scale, EntryOf(s.scale.batch, b));
 }
 
+// 0 without a soft cap; its sign means nothing.
+__device__ __forceinline__ float CapOf(const ScoreParams& s, int b) {
+  const Operand& cap = s.logits_soft_cap;
+  return cap.data == nullptr ? 0.f : fabsf(ReadFloat(cap, EntryOf(cap.batch, b)));
+}
+
+// Whether scores become logits before an exponent is taken: it takes a positive scale as a factor,
+// and nothing else. Kernels that no call with a bias reaches need not ask for it.
+template <bool kMayHaveBias = true>
+__device__ __forceinline__ bool IsTransformed(const ScoreParams& s, float scale) {
+  return s.logits_soft_cap.data != nullptr || !(scale > 0.f) ||
+         (kMayHaveBias && s.bias.data != nullptr);
+}
+
+// How scores of a batch entry become logits.
+struct Logits {
+  float scale, cap, inverse_cap;
+  float unit;  // logits per score, where an exponent is taken
+  int is_transformed;
+};
+
+template <bool kMayHaveBias>
+__device__ __forceinline__ Logits LogitsOf(const ScoreParams& s, int b) {
+  Logits x;
+  x.scale = ScaleOf(s, b);
+  x.cap = CapOf(s, b);
+  x.inverse_cap = 1.f / x.cap;
+  x.is_transformed = IsTransformed<kMayHaveBias>(s, x.scale);
+  x.unit = x.is_transformed ? 1.f : x.scale;
+  return x;
+}
+
 // Interval of keys that row i may see; empty intervals are (0, 0).
 __device__ __forceinline__ int2 RowInterval(const ScoreParams& s, const EntryLimits& e, int b,
                                             int i) {

@@ -42,10 +42,7 @@ __global__ void __launch_bounds__(32 * kStripRows)
     const int2 keys = RowInterval(s, limits, strip.batch, i);
     const ElementRules rules = RulesOf(s, strip.batch, strip.head, true);
     const float scale = ScaleOf(s, strip.batch);
-    const float cap =
-        s.logits_soft_cap.data == nullptr
-            ? 0.f
-            : ReadFloat(s.logits_soft_cap, EntryOf(s.logits_soft_cap.batch, strip.batch));
+    const float cap = CapOf(s, strip.batch);
     const int kv_head = strip.head / s.group_size;
     const T* q = static_cast<const T*>(p.q) +
                  ((EntryOf(p.q_map, strip.batch) * s.seqlen_q + i) * s.num_q_heads + strip.head) *

@@ -43,9 +43,7 @@ struct BackwardRows {
           (EntryOf(p.lse.batch, b) * s.num_q_heads + head) * s.seqlen_q;
     delta = p.delta + (static_cast<int64_t>(b) * s.num_q_heads + head) * p.padded_q;
     scale = ScaleOf(s, b);
-    cap = s.logits_soft_cap.data == nullptr
-              ? 0.f
-              : ReadFloat(s.logits_soft_cap, EntryOf(s.logits_soft_cap.batch, b));
+    cap = CapOf(s, b);
   }
 
   // Probability and score gradient of one allowed pair.

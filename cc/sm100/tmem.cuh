@@ -70,6 +70,30 @@ __device__ __forceinline__ uint32_t IntervalBits(int lo, int hi) {
   return static_cast<uint32_t>((uint64_t{1} << hi) - (uint64_t{1} << min(lo, hi)));
 }
 
+// A bit for each of the indices from `first` on: whether it lies in [interval.x, interval.y).
+template <int kWords>
+__device__ __forceinline__ void KeepInterval(int first, int2 interval, uint32_t (&kept)[kWords]) {
+#pragma unroll
+  for (int w = 0; w < kWords; ++w)
+    kept[w] = IntervalBits(interval.x - first - 32 * w, interval.y - first - 32 * w);
+}
+
+// Of these bits, those of indices that `keep` keeps. Rolled loops keep the code small; the words
+// rotate, since registers need constant indices.
+template <int kWords, class Keep>
+__device__ __forceinline__ void KeepIf(int first, uint32_t (&kept)[kWords], const Keep& keep) {
+#pragma unroll 1
+  for (int at = first; at < first + 32 * kWords; at += 32) {
+    uint32_t bits = 0;
+#pragma unroll 1
+    for (int bit = 0; bit < 32; ++bit) bits |= static_cast<uint32_t>(keep(at + bit)) << bit;
+    bits &= kept[0];
+#pragma unroll
+    for (int w = 0; w + 1 < kWords; ++w) kept[w] = kept[w + 1];
+    kept[kWords - 1] = bits;
+  }
+}
+
 // The compiler moves no arithmetic across this branch. It is never taken: `address` is one of
 // tensor memory. Branches after one another take different ones, lest the second follows from the
 // first.

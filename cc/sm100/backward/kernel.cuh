@@ -166,11 +166,8 @@ struct BackwardKernel {
 
   // What the computing warps want to know of a tile stays in shared memory, as they have no
   // register to spare.
-  struct TileInfo : gpu::BackwardTileInfo {
-    float scale, cap, inverse_cap;
-    float unit;          // logits per score
-    int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
-    int has_large;       // see ExponentiateLarge
+  struct TileInfo : gpu::BackwardTileInfo, gpu::Logits {
+    int has_large;  // see ExponentiateLarge
     int num_steps;
     int64_t bias_at, dbias_at, lse_at;  // of the batch entry
   };
@@ -300,15 +297,7 @@ struct BackwardKernel {
     const gpu::ScoreParams& s = p.score;
     static_cast<gpu::BackwardTileInfo&>(info) =
         gpu::DescribeBackwardTile<kRows, kRows, kHasElements>(s, p.kv_plan, p.order, tile);
-    info.scale = gpu::ScaleOf(s, info.batch);
-    info.cap = s.logits_soft_cap.data == nullptr
-                   ? 0.f
-                   : fabsf(gpu::ReadFloat(s.logits_soft_cap,
-                                          gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
-    info.inverse_cap = 1.f / info.cap;
-    info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
-                          (kHasElements && s.bias.data != nullptr);
-    info.unit = info.is_transformed ? 1.f : info.scale;
+    static_cast<gpu::Logits&>(info) = gpu::LogitsOf<kHasElements>(s, info.batch);
     info.has_large = *p.has_large;
     info.lse_at = gpu::EntryOf(p.lse.batch, info.batch) * s.num_q_heads * s.seqlen_q;
     info.bias_at = info.dbias_at = 0;
@@ -586,29 +575,14 @@ struct BackwardKernel {
                                                   bool is_masked, uint32_t (&kept)[kWords]) {
     if (q_first >= info.full_begin && q_first + kQueries <= info.full_end && !is_masked)
       return false;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      kept[w] = IntervalBits(key.interval.x - q_first - 32 * w, key.interval.y - q_first - 32 * w);
-    }
+    KeepInterval(q_first, key.interval, kept);
     if (info.is_elementwise || is_masked) {
       const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, info.is_scattered);
       const int j = min(key.index, sp.seqlen_kv - 1);
-      // Rolled loops keep the code small; the words rotate, since registers need constant indices.
-#pragma unroll 1
-      for (int first = q_first; first < q_first + kQueries; first += 32) {
-        uint32_t bits = 0;
-#pragma unroll 1
-        for (int bit = 0; bit < 32; ++bit) {
-          const int i = min(first + bit, sp.seqlen_q - 1);
-          bits |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
-                                                     : gpu::KeepSegment(rules, i, j))
-                  << bit;
-        }
-        bits &= kept[0];
-#pragma unroll
-        for (int w = 0; w + 1 < kWords; ++w) kept[w] = kept[w + 1];
-        kept[kWords - 1] = bits;
-      }
+      KeepIf(q_first, kept, [&](int query) {
+        const int i = min(query, sp.seqlen_q - 1);
+        return kHasElements ? gpu::Keep(sp, rules, i, j) : gpu::KeepSegment(rules, i, j);
+      });
     }
     return true;
   }

@@ -80,12 +80,9 @@ struct ForwardKernel {
   // Head dims for which values may be wider than a tile.
   static constexpr bool kSplitsValues = kHeadDim > 192;
   // What is the same for all rows stays in shared memory, as the softmax has no register to spare.
-  struct TileInfo : gpu::ForwardTileInfo {
-    float scale, cap, inverse_cap;
-    float unit;          // logits per score
-    int is_transformed;  // the exponent takes a positive scale as a factor; all else comes first
-    int v_column;        // first of the values' columns
-    int64_t bias_at;     // of the head
+  struct TileInfo : gpu::ForwardTileInfo, gpu::Logits {
+    int v_column;     // first of the values' columns
+    int64_t bias_at;  // of the head
   };
 
   static __device__ __forceinline__ int ValueColumn(const TileInfo& info) {
@@ -101,15 +98,7 @@ struct ForwardKernel {
         gpu::DescribeForwardTile<kGroups * kRows, kKeys, kHasSegments, kHasElements>(
             p.score, p.order, tile / parts);
     const gpu::ScoreParams& s = p.score;
-    info.scale = gpu::ScaleOf(s, info.batch);
-    info.cap = s.logits_soft_cap.data == nullptr
-                   ? 0.f
-                   : fabsf(gpu::ReadFloat(s.logits_soft_cap,
-                                          gpu::EntryOf(s.logits_soft_cap.batch, info.batch)));
-    info.inverse_cap = 1.f / info.cap;
-    info.is_transformed = s.logits_soft_cap.data != nullptr || !(info.scale > 0.f) ||
-                          (kHasElements && s.bias.data != nullptr);
-    info.unit = info.is_transformed ? 1.f : info.scale;
+    static_cast<gpu::Logits&>(info) = gpu::LogitsOf<kHasElements>(s, info.batch);
     info.v_column = kSplitsValues ? tile % parts * kHeadDimV : 0;
     info.bias_at = 0;
     if constexpr (kHasElements) {
@@ -415,30 +404,15 @@ struct ForwardKernel {
                                                   bool is_masked, uint32_t (&kept)[kWords]) {
     if (kv_first >= info.full_begin && kv_first + kKeys <= info.full_end && !is_masked)
       return false;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w)
-      kept[w] = IntervalBits(interval.x - kv_first - 32 * w, interval.y - kv_first - 32 * w);
+    KeepInterval(kv_first, interval, kept);
     if constexpr (kHasSegments) {
       if (info.is_elementwise || is_masked) {
         const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, info.head, info.is_scattered);
         const int i = min(row, sp.seqlen_q - 1);
-        // Rolled loops keep the code small; the words rotate, since registers need constant
-        // indices.
-#pragma unroll 1
-        for (int first = kv_first; first < kv_first + kKeys; first += 32) {
-          uint32_t bits = 0;
-#pragma unroll 1
-          for (int bit = 0; bit < 32; ++bit) {
-            const int j = min(first + bit, sp.seqlen_kv - 1);
-            bits |= static_cast<uint32_t>(kHasElements ? gpu::Keep(sp, rules, i, j)
-                                                       : gpu::KeepSegment(rules, i, j))
-                    << bit;
-          }
-          bits &= kept[0];
-#pragma unroll
-          for (int w = 0; w + 1 < kWords; ++w) kept[w] = kept[w + 1];
-          kept[kWords - 1] = bits;
-        }
+        KeepIf(kv_first, kept, [&](int key) {
+          const int j = min(key, sp.seqlen_kv - 1);
+          return kHasElements ? gpu::Keep(sp, rules, i, j) : gpu::KeepSegment(rules, i, j);
+        });
       }
     }
     return true;

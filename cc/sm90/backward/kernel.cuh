@@ -881,12 +881,8 @@ struct BackwardKernel {
       if (info.is_last) break;
       Scores x;
       x.scale = gpu::ScaleOf(sp, info.batch);
-      x.cap = sp.logits_soft_cap.data == nullptr
-                  ? 0.f
-                  : fabsf(gpu::ReadFloat(sp.logits_soft_cap,
-                                         gpu::EntryOf(sp.logits_soft_cap.batch, info.batch)));
-      x.is_transformed = sp.logits_soft_cap.data != nullptr || !(x.scale > 0.f) ||
-                         (kHasElements && sp.bias.data != nullptr);
+      x.cap = gpu::CapOf(sp, info.batch);
+      x.is_transformed = gpu::IsTransformed<kHasElements>(sp, x.scale);
       x.quarter = quarter;
       x.factor = x.is_transformed ? gpu::kLog2e : x.scale * gpu::kLog2e;
 #pragma unroll

@@ -117,11 +117,8 @@ struct ForwardKernel {
       TileInfo& info = smem.info[slot];
       static_cast<gpu::ForwardTileInfo&>(info) =
           gpu::DescribeForwardTile<kBlockQ, kBlockKv, kHasSegments, kHasElements>(s, p.order, tile);
-      const Operand& cap = s.logits_soft_cap;
       info.scale = gpu::ScaleOf(s, info.batch);
-      info.cap = cap.data == nullptr
-                     ? 0.f
-                     : fabsf(gpu::ReadFloat(cap, gpu::EntryOf(cap.batch, info.batch)));
+      info.cap = gpu::CapOf(s, info.batch);
       gpu::Arrive(&smem.tile_ring.full[0]);
       slot = NextInfo(slot);
       gpu::Wait(&smem.tile_ring.empty[0], phase);
