@@ -110,17 +110,19 @@ __device__ __forceinline__ BackwardTileInfo DescribeBackwardTile(const ScorePara
   return info;
 }
 
-// Interval of queries that may see key j; empty intervals are (0, 0).
+// Interval of queries that may see key j, whose segment has those of `run`; empty intervals are
+// (0, 0).
+__device__ __forceinline__ int2 KeyInterval(const EntryLimits& e, int2 run, int j) {
+  const int lo = max(max(0, run.x), j - e.hi_shift + 1);
+  const int hi = min(min(e.q_length, run.y), j - e.lo_shift + 1);
+  return j >= e.kv_length || lo >= hi ? make_int2(0, 0) : make_int2(lo, hi);
+}
+
 __device__ __forceinline__ int2 KeyInterval(const ScoreParams& s, const SegmentPlan& plan,
                                             const EntryLimits& e, int b, int j) {
-  int lo = max(0, j - e.hi_shift + 1), hi = min(e.q_length, j - e.lo_shift + 1);
-  if (plan.rows != nullptr && j < s.seqlen_kv) {
-    const int2 run = plan.rows[b * PlanStride(s.seqlen_kv) + j];
-    lo = max(lo, run.x);
-    hi = min(hi, run.y);
-  }
-  if (j >= e.kv_length || lo >= hi) return make_int2(0, 0);
-  return make_int2(lo, hi);
+  const bool has_run = plan.rows != nullptr && j < s.seqlen_kv;
+  return KeyInterval(e, has_run ? plan.rows[b * PlanStride(s.seqlen_kv) + j] : make_int2(0, kFar),
+                     j);
 }
 
 // The first key tile whose queries reach into query tile m. Without segments these ranges only move

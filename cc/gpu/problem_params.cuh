@@ -95,6 +95,8 @@ __device__ __forceinline__ int64_t EntryOf(const BatchMap& map, int b) {
   if (map.rank == 0) return 0;
   if (map.rank == 1) return b * map.strides[0];
   int64_t entry = 0;
+  // Rare, and its divisions are long: many copies would crowd the instruction cache.
+#pragma unroll 1
   for (int d = map.rank - 1; d >= 0; --d) {
     const int size = static_cast<int>(map.sizes[d]);
     entry += static_cast<int64_t>(b % size) * map.strides[d];

@@ -1,4 +1,7 @@
 // Recomputes gradient rows that a NaN of another segment may have reached; see repair.cuh for why.
+//
+// Only the keys have a plan of segments here. Rows compare ids with those of all keys in their
+// reach.
 #pragma once
 
 #include "cc/gpu/delta.cuh"

@@ -60,12 +60,18 @@ __device__ __forceinline__ void StoreRows(const float (&x)[kRegs], Element* cons
 }
 
 // Shared memory of one warp, by way of which its 16 accumulator rows go to global memory: whole
-// rows at a time, and without exchanges between lanes. A row's end is padded, so that the same
-// columns of rows lie in different banks.
-template <typename Element, int kColumns>
+// rows at a time, and without exchanges between lanes. The same columns of different rows lie in
+// different banks: rows' ends are padded or, where memory is scarce, their chunks of 8 columns are
+// swizzled.
+template <typename Element, int kColumns, bool kIsPadded = true>
 struct RowStage {
-  static constexpr int kPitch = kColumns + 8;
+  static_assert(kIsPadded || kColumns % 64 == 0);
+  static constexpr int kPitch = kColumns + (kIsPadded ? 8 : 0);
   alignas(16) Element data[16 * kPitch];
+
+  static __device__ __forceinline__ int PlaceOf(int row, int chunk) {
+    return row * kPitch + (kIsPadded ? chunk : chunk ^ row % 8) * 8;
+  }
 
   // The first `num_rows` rows (all, if there are more) go `stride` elements apart; columns from
   // `num_columns` on are dropped (a multiple of 8).
@@ -75,7 +81,6 @@ struct RowStage {
     __syncwarp();  // of what was stored before, everything has been read
     // A matrix is 8 columns of rows 8 r to 8 r + 7; lanes 8 m to 8 m + 7 say where the rows of
     // matrix m go.
-    const uint32_t to = SmemAddress(data + lane % 16 * kPitch + lane / 16 * 8);
 #pragma unroll
     for (int g = 0; g < kColumns / 16; ++g) {
       uint32_t w[4];
@@ -86,19 +91,19 @@ struct RowStage {
         pair[1] = static_cast<Element>(x[g * 8 + m * 2 + 1]);
         w[m] = reinterpret_cast<const uint32_t&>(pair);
       }
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + g * 32),
-          "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-          : "memory");
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                       SmemAddress(data + PlaceOf(lane % 16, lane / 16 + g * 2))),
+                   "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                   : "memory");
     }
     __syncwarp();
     constexpr int kChunks = kColumns / 8;  // of a row, 16 bytes each
 #pragma unroll
     for (int i = 0; i < kChunks / 2; ++i) {
-      const int at = i * 32 + lane, row = at / kChunks, column = at % kChunks * 8;
-      if (row < num_rows && column < num_columns) {
-        *reinterpret_cast<uint4*>(first + row * stride + column) =
-            *reinterpret_cast<const uint4*>(data + row * kPitch + column);
+      const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
+      if (row < num_rows && chunk * 8 < num_columns) {
+        *reinterpret_cast<uint4*>(first + row * stride + chunk * 8) =
+            *reinterpret_cast<const uint4*>(data + PlaceOf(row, chunk));
       }
     }
   }

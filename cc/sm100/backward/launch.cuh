@@ -128,10 +128,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     gpu::ScoreParams swapped = params.score;
     std::swap(swapped.seqlen_q, swapped.seqlen_kv);
     std::swap(swapped.q_segment_ids, swapped.kv_segment_ids);
-    cudaError_t error =
-        gpu::RunSegmentPlan(params.score, memory + workspace.q_plan, stream, &params.score.plan);
-    if (error == cudaSuccess)
-      error = gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
+    const cudaError_t error =
+        gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
     if (Status s = gpu::ToStatus(error, "segment plan"); !s.ok()) return s;
   }
   if (problem.deterministic) {

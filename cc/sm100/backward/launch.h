@@ -14,7 +14,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
   int64_t counters, turns, dbias, dq, lse2, delta, turn_takers, first_takers, mask_plan, dq_strips,
-      dkv_strips, q_plan, kv_plan, bytes;
+      dkv_strips, kv_plan, bytes;
 };
 
 inline int64_t NumQTiles(const Problem& p) { return CeilDiv(p.seqlen_q, kRows); }
@@ -48,7 +48,6 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
     w.dq_strips = take(gpu::RepairListBytes(p));
     // The warps of either column half may report a strip.
     w.dkv_strips = take(2 * gpu::RepairListBytes(gpu::Swapped(p)));
-    w.q_plan = take(gpu::SegmentPlanBytes(p));
     w.kv_plan = take(gpu::SegmentPlanBytes(gpu::Swapped(p)));
   }
   if (w.bytes < gpu::EmptyBackwardWorkspaceBytes(p)) w.bytes = gpu::EmptyBackwardWorkspaceBytes(p);

@@ -374,7 +374,8 @@ struct ForwardKernel {
 
   // Scale, bias and soft cap where they cannot be folded into the exponent.
   static __device__ __forceinline__ void Transform(const gpu::ScoreParams& sp, const TileInfo& info,
-                                                   int row, int kv_first, float (&s)[kKeys]) {
+                                                   int row, int kv_first, uint32_t address,
+                                                   float (&s)[kKeys]) {
     const float scale = info.scale;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) s[i] *= scale;
@@ -389,6 +390,7 @@ struct ForwardKernel {
     }
     const float cap = info.cap;
     if (cap > 0.f) {
+      KeepOrder(address);  // lest the compiler makes predicates of this branch
       const float inverse = info.inverse_cap;
 #pragma unroll
       for (int i = 0; i < kKeys; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
@@ -490,7 +492,7 @@ struct ForwardKernel {
           LoadColumns(scores + c, reinterpret_cast<float (&)[32]>(s[c]));
         WaitLoads();
         if (info.is_transformed)
-          Transform(sp, info, info.q_first + group * kRows + thread, kv_first, s);
+          Transform(sp, info, info.q_first + group * kRows + thread, kv_first, scores + 3, s);
         if (is_partial) {
           // A branch and not a selection in every tile, which the compiler prefers.
           if constexpr (kMode == ForwardMode::kDense) KeepOrder(scores + 1);
@@ -512,7 +514,7 @@ struct ForwardKernel {
         if (__any_sync(0xffffffff, is_large)) {
           const float shift = is_large ? -max : 0.f;
           base = is_large ? 0.f : base;
-          // In pairs, as the compiler makes predicates of this branch.
+          KeepOrder(scores + 2);  // lest the compiler makes predicates of this branch
 #pragma unroll
           for (int i = 0; i < kKeys; i += 2) {
             float2 x = make_float2(s[i], s[i + 1]);

@@ -1,12 +1,12 @@
 // Backward attention on Hopper: dk and dv of one tile of keys stay in registers while queries
 // stream by; dq is added to a float32 array in device memory.
 //
-// One producer warp loads by TMA; two consumer warpgroups hold 64 keys each. They compute S^T = k
-// q^T and dP^T = v dout^T, so that P^T and dS^T are register operands of dv += P^T dout and dk +=
-// dS^T q; dS also goes through shared memory, since dq = dS k sums over the keys of both. A second
-// warp has dq added to device memory in bulk. A block takes one (key tile, kv head, batch entry)
-// and walks the query tiles of every query head of the group, so nothing of dk and dv is added
-// twice.
+// Two consumer warpgroups hold 64 keys each. They compute S^T = k q^T and dP^T = v dout^T, so that
+// P^T and dS^T are register operands of dv += P^T dout and dk += dS^T q; dS also goes through
+// shared memory, since dq = dS k sums over the keys of both. A block takes one (key tile, kv head,
+// batch entry) and walks the query tiles of every query head of the group, so nothing of dk and dv
+// is added twice. Of the four other warps one plans tiles and loads keys, one loads queries, and
+// two, one for each warpgroup, have dq added to device memory in bulk.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -27,7 +27,7 @@ using namespace cute;
 
 struct BackwardParams {
   gpu::ScoreParams score;
-  gpu::SegmentPlan kv_plan;  // the plan with query and key swapped: rows of queries by key
+  gpu::SegmentPlan kv_plan;  // queries by key
   BatchMap q_map, k_map, v_map, dout_map;
   const float *lse2, *delta;  // [batch, N, padded_q]
   const uint4* parts;         // [batch, N, 2, padded_q], of lse and of delta; null if unused
@@ -35,7 +35,8 @@ struct BackwardParams {
   Operand lse;                // [batch, N, T], for such rows
   float* dq;      // [batch, N, query tile] tiles in the order of the accumulator's registers
   void *dk, *dv;  // [batch, S, K, H], [batch, S, K, Hv]
-  int padded_q, num_q_tiles, num_kv_tiles, num_tiles, pairs_per_section;
+  int padded_q, num_q_tiles;
+  gpu::KeyTileOrder order;
   int* next_tile;  // zeroed
   // Null where the order of additions is free; see "Addition of dq".
   int* turns;  // [batch, N, query tile, warpgroup], zeroed
@@ -58,6 +59,10 @@ struct BackwardKernel {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static_assert(kStages >= 2);  // a warpgroup may read dS of the step before
   static constexpr int kProducerRegs = 24, kConsumerRegs = 240;
+  // A block is launched with as many registers a thread as fit, in steps of 8; warpgroups would
+  // wait for more for ever.
+  static_assert(128 * (kProducerRegs + kConsumers * kConsumerRegs) <=
+                kThreads * (65536 / kThreads / 8 * 8));
   static constexpr bool kHasElements = kMode == ForwardMode::kGeneral;
   // The widest heads: the warpgroups share out the columns of dk and dv, and the queries of S^T and
   // dP^T, instead of the keys of all four; P^T and dS^T then reach the products through shared
@@ -155,19 +160,22 @@ struct BackwardKernel {
   using LayoutParts = decltype(tile_to_shape(GMMA::Layout_K_INTER_Atom<Element>{},
                                              Shape<Int<kBlockQ>, _16, _2, Int<kStages>>{}));
 
-  struct TileInfo {
-    int is_last;
-    int batch, kv_head, kv_first;
-    int q_begin, q_end;  // query tiles
-    int num_steps;       // pairs of a query head and a query tile that the mask does not skip
-    int is_elementwise, may_leak;
+  struct TileInfo : gpu::BackwardTileInfo, gpu::Logits {
+    int num_steps;  // pairs of a query head and a query tile that the mask does not skip
     int has_large;  // rows of the call, see ExponentiateLarge
-    gpu::EntryLimits limits;
   };
+
+  // A tile is described while the consumers are at the one before, and some of their warps may not
+  // have left the one before that.
+  static constexpr int kInfoSlots = 3;
+  static __device__ __forceinline__ int AfterSlot(int slot) {
+    return slot == kInfoSlots - 1 ? 0 : slot + 1;
+  }
 
   // One query tile of one query head, and what must be selected in it: nothing where every pair of
   // the tile is allowed.
-  static constexpr int kIsFull = 1, kIsScattered = 2, kIsMasked = 4, kHasLarge = 8;
+  static constexpr int kIsFull = 1, kIsMasked = 2, kHasLarge = 4, kIsTransformed = 8,
+                       kIsCapped = 16;
   struct Step {
     int flags, head, m;
   };
@@ -184,43 +192,26 @@ struct BackwardKernel {
     alignas(128) float lse2[kStages][kBlockQ];
     alignas(128) float delta[kStages][kStartsFromStatistics ? 4 : kBlockQ];
     alignas(128) uint4 parts[kStages][2][2][kStartsFromStatistics ? kBlockQ : 1];  // LayoutParts
-    alignas(128) int2 runs[kStages][kBlockQ];
+    alignas(128) int2 runs[kBlockKv];  // of queries, by key; where there are segments
     Step steps[kStages];
+    gpu::Barrier info_full[kInfoSlots];
+    gpu::Barrier near_end;  // of a tile's steps, few are left to load
     gpu::Barrier kv_full, kv_empty;
     gpu::Ring<kStages> q_ring, dout_ring;
     gpu::Ring<kConsumers> dq_ring;  // a slot per warpgroup
     gpu::Barrier ds_free;           // dq and dk have read dS, if that has one stage
-    TileInfo info[2];
+    TileInfo info[kInfoSlots];
   };
 
   static __device__ __forceinline__ TileInfo DescribeTile(const BackwardParams& p, int tile) {
     const gpu::ScoreParams& s = p.score;
     TileInfo info;
-    info.is_last = 0;
+    static_cast<gpu::BackwardTileInfo&>(info) =
+        gpu::DescribeBackwardTile<kBlockQ, kBlockKv, kHasElements>(s, p.kv_plan, p.order, tile);
+    static_cast<gpu::Logits&>(info) = gpu::LogitsOf<kHasElements>(s, info.batch);
     info.has_large = *p.has_large;
-    // Sections of (batch, kv head) pairs, inside one key tiles first to last: causal ones with most
-    // queries start early.
-    const int pairs = s.batch * s.num_kv_heads;
-    const int per_section = p.pairs_per_section * p.num_kv_tiles;
-    const int section = tile / per_section;
-    const int within = tile - section * per_section;
-    const int pairs_here = min(p.pairs_per_section, pairs - section * p.pairs_per_section);
-    const int kv_tile = within / pairs_here;
-    const int pair = section * p.pairs_per_section + within - kv_tile * pairs_here;
-    info.batch = pair / s.num_kv_heads;
-    info.kv_head = pair - info.batch * s.num_kv_heads;
-    info.kv_first = kv_tile * kBlockKv;
-    info.limits = gpu::LimitsOf(s, info.batch);
-    const int2 range =
-        gpu::QueryTiles(s, p.kv_plan, info.limits, info.batch, info.kv_first, kBlockQ, kBlockKv);
-    info.q_begin = range.x;
-    info.q_end = range.y;
-    // A query may share a tile with queries of another segment even where all keys have one.
-    info.may_leak = p.kv_plan.blocks != nullptr;
-    info.is_elementwise = 0;
     info.num_steps = s.group_size * (info.q_end - info.q_begin);
     if constexpr (kHasElements) {
-      info.is_elementwise = s.q_positions.data != nullptr || s.kv_positions.data != nullptr;
       if (s.mask_plan.words != nullptr) {
         info.num_steps = 0;
         for (int g = 0; g < s.group_size; ++g) {
@@ -256,78 +247,104 @@ struct BackwardKernel {
         : "memory");
   }
 
-  static __device__ __forceinline__ int StepFlags(const gpu::ScoreParams& s, const TileInfo& info,
-                                                  bool is_masked, int q_first) {
-    const gpu::EntryLimits& e = info.limits;
-    const int kv_last = info.kv_first + kBlockKv - 1, q_last = q_first + kBlockQ - 1;
-    bool is_full = kv_last < e.kv_length && kv_last < q_first + e.hi_shift &&
-                   info.kv_first >= q_last + e.lo_shift && !info.is_elementwise && !is_masked;
-    // Rows past q_length have gradient 0, also where a key holds NaN.
-    is_full &= e.q_length >= min(q_last + 1, s.seqlen_q);
-    bool is_scattered = false;
-    if (s.plan.blocks != nullptr) {
-      const int num_blocks = (s.seqlen_q + gpu::kPlanRows - 1) / gpu::kPlanRows;
-      const gpu::PlanBlock* blocks = s.plan.blocks + static_cast<int64_t>(info.batch) * num_blocks;
-      for (int i = q_first / gpu::kPlanRows;
-           i < min(num_blocks, (q_first + kBlockQ) / gpu::kPlanRows); ++i) {
-        is_full &= info.kv_first >= blocks[i].lo_max && kv_last < blocks[i].hi_min;
-        is_scattered |= blocks[i].is_scattered;
+  // Claims and describes tiles, each while the consumers are at the one before, and loads keys and
+  // values. Products keep shared memory so busy that every read of it, or of local memory, is slow
+  // for a thread beside them: what happens between the end of a tile and the loads of the next must
+  // be in registers.
+  static __device__ __forceinline__ void PlanTiles(const BackwardParams& p,
+                                                   const CUtensorMap* k_tensor,
+                                                   const CUtensorMap* v_tensor,
+                                                   SharedStorage& smem) {
+    int slot = 0, phase = 0;
+    for (int tile = blockIdx.x; tile < p.order.num_tiles;) {
+      {
+        const TileInfo info = DescribeTile(p, tile);
+        smem.info[slot] = info;
+        gpu::Arrive(&smem.info_full[slot]);
+        const int first = info.kv_first, head = info.kv_head;
+        const int valid = min(kBlockKv, info.limits.kv_length - first);
+        const int k_entry = gpu::EntryOf(p.k_map, info.batch),
+                  v_entry = gpu::EntryOf(p.v_map, info.batch);
+        const int2* runs = p.kv_plan.rows;
+        if (runs != nullptr) runs += info.batch * gpu::PlanStride(p.score.seqlen_kv) + first;
+        const bool has_steps = info.num_steps > 0;
+        gpu::Wait(&smem.kv_empty, phase ^ 1);
+        if (has_steps) {
+          gpu::ArriveExpect(&smem.kv_full, kBlockKv * ((kHeadDim + kHeadDimV) * 2 +
+                                                       (runs != nullptr ? sizeof(int2) : 0)));
+          gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k, k_tensor, &smem.kv_full, first, valid,
+                                                      head, k_entry);
+          gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, first,
+                                                       valid, head, v_entry);
+          if (runs != nullptr) {
+            LoadBulk(smem.runs, runs, kBlockKv * sizeof(int2), &smem.kv_full);
+          }
+        } else {
+          gpu::Arrive(&smem.kv_full);
+        }
       }
-      is_full &= !is_scattered;
+      gpu::Wait(&smem.near_end, phase);
+      tile = gridDim.x + atomicAdd(p.next_tile, 1);
+      phase ^= 1;
+      slot = AfterSlot(slot);
     }
-    return (is_full ? kIsFull : 0) | (is_scattered ? kIsScattered : 0) |
-           (is_masked ? kIsMasked : 0) | (info.has_large ? kHasLarge : 0);
+    smem.info[slot].is_last = 1;
+    gpu::Arrive(&smem.info_full[slot]);
+    gpu::Wait(&smem.kv_empty, phase ^ 1);
+    gpu::Arrive(&smem.kv_full);
   }
 
-  static __device__ __forceinline__ void Produce(
-      const BackwardParams& p, const CUtensorMap* q_tensor, const CUtensorMap* k_tensor,
-      const CUtensorMap* v_tensor, const CUtensorMap* dout_tensor, SharedStorage& smem) {
+  // The next tile is claimed when this many steps are left to load: early enough to describe it,
+  // and not earlier, as a tile that was claimed waits while other blocks idle.
+  static constexpr int kStepsAtClaim = 3;
+
+  // Loads queries and what belongs to them, step by step.
+  static __device__ __forceinline__ void LoadSteps(const BackwardParams& p,
+                                                   const CUtensorMap* q_tensor,
+                                                   const CUtensorMap* dout_tensor,
+                                                   SharedStorage& smem) {
     const gpu::ScoreParams& s = p.score;
     gpu::RingState<kStages> state;
     state.phase = 1;  // empty slots
-    int kv_phase = 1, slot = 0;
-    int tile = blockIdx.x;
-    while (tile < p.num_tiles) {
-      gpu::Wait(&smem.kv_empty, kv_phase);
-      kv_phase ^= 1;
-      smem.info[slot] = DescribeTile(p, tile);
-      const TileInfo& info = smem.info[slot];
-      slot ^= 1;
-      if (info.num_steps == 0) {
-        gpu::Arrive(&smem.kv_full);
-        tile = gridDim.x + atomicAdd(p.next_tile, 1);
-        continue;
-      }
+    gpu::RingState<kInfoSlots> info_state;
+    while (true) {
+      gpu::Wait(&smem.info_full[info_state.stage], info_state.phase);
+      const TileInfo& info = smem.info[info_state.stage];
+      info_state.Next();
+      if (info.is_last) return;
+      // In registers, see PlanTiles.
+      const int q_begin = info.q_begin, q_end = info.q_end, q_length = info.limits.q_length;
+      const int full_begin = info.full_begin, full_end = info.full_end;
+      const int tile_flags = (info.has_large ? kHasLarge : 0) |
+                             (info.is_transformed ? kIsTransformed : 0) |
+                             (info.cap > 0.f ? kIsCapped : 0);
       const int q_entry = gpu::EntryOf(p.q_map, info.batch),
-                k_entry = gpu::EntryOf(p.k_map, info.batch),
-                v_entry = gpu::EntryOf(p.v_map, info.batch),
                 dout_entry = gpu::EntryOf(p.dout_map, info.batch);
-      const int kv_valid = min(kBlockKv, info.limits.kv_length - info.kv_first);
-      gpu::ArriveExpect(&smem.kv_full, kBlockKv * (kHeadDim + kHeadDimV) * 2);
-      gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k, k_tensor, &smem.kv_full, info.kv_first,
-                                                  kv_valid, info.kv_head, k_entry);
-      gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, info.kv_first,
-                                                   kv_valid, info.kv_head, v_entry);
-      const bool has_runs = s.plan.rows != nullptr;
-      for (int g = 0; g < s.group_size; ++g) {
-        const int head = info.kv_head * s.group_size + g;
-        const int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
+      int left = info.num_steps;
+      if (left < kStepsAtClaim) gpu::Arrive(&smem.near_end);
+      int head = info.kv_head * s.group_size;
+      int64_t rows = (static_cast<int64_t>(info.batch) * s.num_q_heads + head) * p.padded_q;
+      const bool descends = Descends(p);
+      for (; left > 0; ++head, rows += p.padded_q) {
         const gpu::TileWord* line = LineOf(s, info, head);
-        const bool descends = Descends(p);
         auto next = [&](int m) {
-          return descends ? gpu::LastSeen(line, info.q_begin, m - 1)
-                          : gpu::FirstSeen(line, m + 1, info.q_end);
+          return descends ? gpu::LastSeen(line, q_begin, m - 1)
+                          : gpu::FirstSeen(line, m + 1, q_end);
         };
-        for (int m = next(descends ? info.q_end : info.q_begin - 1);
-             m >= info.q_begin && m < info.q_end; m = next(m)) {
+        for (int m = next(descends ? q_end : q_begin - 1); m >= q_begin && m < q_end; m = next(m)) {
+          if (left-- == kStepsAtClaim) gpu::Arrive(&smem.near_end);
           const int first = m * kBlockQ;
-          const int valid = min(kBlockQ, info.limits.q_length - first);
-          const int flags = StepFlags(s, info, gpu::IsPartial(line, m), first);
+          const int valid = min(kBlockQ, q_length - first);
+          // Rows past the last count as seen: they are 0 without a selection.
+          const bool is_masked = gpu::IsPartial(line, m);
+          const bool is_full =
+              first >= full_begin && min(first + kBlockQ, s.seqlen_q) <= full_end && !is_masked;
           gpu::Wait(&smem.q_ring.empty[state.stage], state.phase);
           gpu::Barrier* full = &smem.q_ring.full[state.stage];
-          smem.steps[state.stage] = {flags, head, m};
+          smem.steps[state.stage] = {
+              tile_flags | (is_full ? kIsFull : 0) | (is_masked ? kIsMasked : 0), head, m};
           constexpr int kRowBytes = kHeadDim * 2 + (kStartsFromStatistics ? 36 : 8);
-          gpu::ArriveExpect(full, kBlockQ * (kRowBytes + (has_runs ? 8 : 0)));
+          gpu::ArriveExpect(full, kBlockQ * kRowBytes);
           gpu::LoadRows<kBlockQ, kHeadDim, kBoxCols>(smem.q[state.stage], q_tensor, full, first,
                                                      valid, head, q_entry);
           LoadBulk(smem.lse2[state.stage], p.lse2 + rows + first, kBlockQ * 4, full);
@@ -338,11 +355,6 @@ struct BackwardKernel {
           } else {
             LoadBulk(smem.delta[state.stage], p.delta + rows + first, kBlockQ * 4, full);
           }
-          if (has_runs) {
-            LoadBulk(smem.runs[state.stage],
-                     s.plan.rows + info.batch * gpu::PlanStride(s.seqlen_q) + first, kBlockQ * 8,
-                     full);
-          }
           gpu::Wait(&smem.dout_ring.empty[state.stage], state.phase);
           full = &smem.dout_ring.full[state.stage];
           gpu::ArriveExpect(full, kBlockQ * kHeadDimV * 2);
@@ -351,12 +363,7 @@ struct BackwardKernel {
           state.Next();
         }
       }
-      // Not earlier: a tile claimed ahead of time waits while other blocks idle.
-      tile = gridDim.x + atomicAdd(p.next_tile, 1);
     }
-    gpu::Wait(&smem.kv_empty, kv_phase);
-    smem.info[slot].is_last = 1;
-    gpu::Arrive(&smem.kv_full);
   }
 
   // Consumers
@@ -432,12 +439,11 @@ struct BackwardKernel {
     }
   }
 
-  // What applies to this thread's scores, of 64 keys by kGroupQ queries, in one tile.
+  // This thread's scores in one tile, of 64 keys by kGroupQ queries.
   struct Scores {
-    float scale, cap, factor;  // the exponent is factor * score
-    bool is_transformed;       // scores have been multiplied with the scale
-    int kv[2];                 // keys of this thread
-    int quarter;               // where its queries begin, in the order of RowSlot
+    float factor;  // their exponent is factor * score
+    int kv[2];     // keys of this thread
+    int quarter;   // where its queries begin, in the order of RowSlot
   };
 
   // Bias and soft cap, which no factor of the exponent can express.
@@ -446,7 +452,7 @@ struct BackwardKernel {
                                                          int head, int q_first,
                                                          float (&s)[kScoreRegs]) {
 #pragma unroll
-    for (int i = 0; i < kScoreRegs; ++i) s[i] *= x.scale;
+    for (int i = 0; i < kScoreRegs; ++i) s[i] *= info.scale;
     if constexpr (kHasElements) {
       if (sp.bias.data != nullptr) {
         const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, false);
@@ -458,10 +464,10 @@ struct BackwardKernel {
         }
       }
     }
-    if (x.cap > 0.f) {
-      const float inverse = 1.f / x.cap;
+    if (info.cap > 0.f) {
+      const float cap = info.cap, inverse = info.inverse_cap;
 #pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) s[i] = x.cap * gpu::Tanh(s[i] * inverse);
+      for (int i = 0; i < kScoreRegs; ++i) s[i] = cap * gpu::Tanh(s[i] * inverse);
     }
   }
 
@@ -475,8 +481,8 @@ struct BackwardKernel {
         static_cast<const float*>(p.lse.data) +
         (gpu::EntryOf(p.lse.batch, info.batch) * sp.num_q_heads + head) * sp.seqlen_q + q_first +
         2 * (threadIdx.x % 4);
-    const float unit = x.is_transformed ? 1.f : x.scale;
-    const bool is_started = kStartsFromStatistics && !x.is_transformed;
+    const float unit = info.unit;
+    const bool is_started = kStartsFromStatistics && !info.is_transformed;
     ForRows(lse2 + x.quarter, [&](int i, float base) {
       // Rows that see nothing have lse2 +inf, those past the last among them.
       const bool is_large = fabsf(base) > gpu::kLargeBase && base < gpu::kInf;
@@ -492,52 +498,48 @@ struct BackwardKernel {
     });
   }
 
-  // Selects among scores of a tile that not every pair of may attend; `runs` are those of the
-  // queries.
+  // Which of a warpgroup's queries may see each of this thread's keys: the first, and one past the
+  // last, a byte each.
+  static __device__ __forceinline__ uint32_t SeenQueries(const BackwardParams& p,
+                                                         const TileInfo& info, const int (&kv)[2],
+                                                         int q_first, const int2* runs) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int2 run =
+          p.kv_plan.rows == nullptr ? make_int2(0, gpu::kFar) : runs[kv[r] - info.kv_first];
+      const int2 queries = gpu::KeyInterval(info.limits, run, kv[r]);
+      const int begin = min(max(queries.x - q_first, 0), kGroupQ),
+                end = min(max(queries.y - q_first, 0), kGroupQ);
+      seen |= (begin | end << 8) << 16 * r;
+    }
+    return seen;
+  }
+
+  // Selects among scores of a tile that not every pair of may attend.
   static __device__ __forceinline__ void MaskScores(const gpu::ScoreParams& sp,
-                                                    const TileInfo& info, int flags,
-                                                    const int2* runs, int head, int q_first,
-                                                    const int (&kv)[2], float (&s)[kScoreRegs]) {
-    const gpu::EntryLimits e = info.limits;
+                                                    const TileInfo& info, int flags, uint32_t seen,
+                                                    int head, int q_first, const int (&kv)[2],
+                                                    float (&s)[kScoreRegs]) {
     const int col = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      // lo_shift <= key - query < hi_shift; a key past kv_length fails for every query.
-      const bool is_inside = kv[r] < e.kv_length && e.lo_shift < e.hi_shift;
-      const unsigned length = is_inside ? static_cast<unsigned>(e.hi_shift) - e.lo_shift : 0u;
-      const int at = kv[r] - (q_first + col) - e.lo_shift;
+      const int begin = seen >> 16 * r & 0xff, end = seen >> (16 * r + 8) & 0xff;
+      const unsigned length = end - begin;
+      const int at = col - begin;
 #pragma unroll
       for (int i = 0; i < kScoreRegs / 4; ++i) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[i * 4 + r * 2 + c];
-          x = static_cast<unsigned>(at - i * 8 - c) < length ? x : -gpu::kInf;
+          x = static_cast<unsigned>(at + i * 8 + c) < length ? x : -gpu::kInf;
         }
       }
     }
-    if (q_first + kGroupQ > e.q_length) {
-#pragma unroll
-      for (int i = 0; i < kScoreRegs; ++i) {
-        s[i] = q_first + col + i / 4 * 8 + i % 2 < e.q_length ? s[i] : -gpu::kInf;
-      }
-    }
-    if (sp.plan.rows != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kScoreRegs / 4; ++i) {
-        const int4 pair = *reinterpret_cast<const int4*>(runs + i * 8 + col);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float& x = s[i * 4 + r * 2];
-          float& y = s[i * 4 + r * 2 + 1];
-          x = kv[r] >= pair.x && kv[r] < pair.y ? x : -gpu::kInf;
-          y = kv[r] >= pair.z && kv[r] < pair.w ? y : -gpu::kInf;
-        }
-      }
-    }
-    if (!info.is_elementwise && !(flags & (kIsScattered | kIsMasked))) return;
-    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, (flags & kIsScattered) != 0);
+    if (!info.is_elementwise && !(flags & kIsMasked)) return;
+    const gpu::ElementRules rules = gpu::RulesOf(sp, info.batch, head, info.is_scattered);
     if constexpr (kHasElements) {
-      if (!info.is_elementwise && !(flags & kIsScattered)) {
+      if (!info.is_elementwise) {
         // Only a mask selects.
         if (sp.mask.data != nullptr) {
           SelectPairs<4>(sp, q_first, kv, s,
@@ -750,13 +752,13 @@ struct BackwardKernel {
     while (true) {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
-      const TileInfo& info = smem.info[slot];  // stays until the tile after the next is taken
-      slot ^= 1;
+      const TileInfo& info = smem.info[slot];
+      slot = AfterSlot(slot);
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
       int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
       if (p.turns != nullptr) {
-        takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.num_kv_tiles +
+        takes = p.turn_takers[static_cast<int64_t>(info.batch) * p.order.num_kv_tiles +
                               info.kv_first / kBlockKv];
       }
       for (int g = 0; g < p.score.group_size; ++g) {
@@ -869,7 +871,7 @@ struct BackwardKernel {
     // would keep them in local memory.
     const auto kept = [&](int x) { return kIsCrowded ? x : __shfl_sync(0xffffffff, x, lane); };
     const uint32_t place = kept(PlaceOfTransposed(group));
-    const uint32_t weights = gpu::PartWeights<Element>();
+    const uint32_t weights = kept(gpu::PartWeights<Element>());
     const int quarter = kept(threadIdx.x % 4 * 8);
     gpu::RingState<kStages> state;
     int kv_phase = 0, dq_phase = 0, ds_phase = 0, slot = 0;
@@ -877,14 +879,11 @@ struct BackwardKernel {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot ^= 1;
+      slot = AfterSlot(slot);
       if (info.is_last) break;
       Scores x;
-      x.scale = gpu::ScaleOf(sp, info.batch);
-      x.cap = gpu::CapOf(sp, info.batch);
-      x.is_transformed = gpu::IsTransformed<kHasElements>(sp, x.scale);
       x.quarter = quarter;
-      x.factor = x.is_transformed ? gpu::kLog2e : x.scale * gpu::kLog2e;
+      x.factor = info.unit * gpu::kLog2e;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         x.kv[r] = info.kv_first + (kSplitsColumns ? 0 : group * kGroupKv) +
@@ -943,6 +942,10 @@ struct BackwardKernel {
         // Before the products, which would make loads of shared memory wait for their end.
         prepare_dp(0);
         if constexpr (!kIsCrowded && !kStartsFromStatistics) load_lse2(0);
+        uint32_t seen = 0;  // see SeenQueries
+        if (!(flags & kIsFull)) {
+          seen = SeenQueries(p, info, x.kv, m * kBlockQ + q_offset, smem.runs);
+        }
         gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         follow(kScoresBar);
         warpgroup_fence_operand(tS);
@@ -957,7 +960,7 @@ struct BackwardKernel {
         if (kAddsInBulk && step > 0) hand_over_dq();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tS);
-        if (x.is_transformed) {
+        if (flags & kIsTransformed) {
           TransformScores(sp, info, x, head, m * kBlockQ + q_offset, s);
           if (kStartsFromStatistics && !(flags & kHasLarge)) {
             ForRows(smem.lse2[stage] + q_offset + x.quarter, [&](int i, float lse2) {
@@ -967,8 +970,7 @@ struct BackwardKernel {
           }
         }
         if (!(flags & kIsFull)) {
-          MaskScores(sp, info, flags, smem.runs[stage] + q_offset, head, m * kBlockQ + q_offset,
-                     x.kv, s);
+          MaskScores(sp, info, flags, seen, head, m * kBlockQ + q_offset, x.kv, s);
         }
         if (flags & kHasLarge) {
           ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
@@ -1000,10 +1002,10 @@ struct BackwardKernel {
           fence_dp(part);
 #pragma unroll
           for (int i = part * kPartRegs; i < (part + 1) * kPartRegs; ++i) dp[i] *= s[i];
-          if (x.cap > 0.f) {
+          if (flags & kIsCapped) {
             // The soft cap's derivative 1 - tanh^2, with the capped score taken back from the
             // probability.
-            const float inverse = gpu::kLn2 / x.cap;
+            const float inverse = gpu::kLn2 * info.inverse_cap;
             ForPartRows(part, smem.lse2[stage] + q_offset + x.quarter, [&](int i, float lse2) {
 #pragma unroll
               for (int r = 0; r < 4; r += 2) {
@@ -1120,33 +1122,39 @@ struct BackwardKernel {
       }
       if (kAddsInBulk && num_steps > 0) hand_over_dq();
       gpu::ArriveAsWarp(&smem.kv_empty);
-      if constexpr (kStagesDkv) {
+      Element* room = nullptr;
+      if constexpr (kStagesDkv && kDsStages == 1) {
         // dq of the last step has been read.
         gpu::Wait(&smem.dq_ring.empty[group], dq_phase ^ 1);
+        room = reinterpret_cast<Element*>(smem.dq[group]) + threadIdx.x % 128 / 32 * kRowsOfWarp;
+      } else if constexpr (kStagesDkv) {
+        // Rows of dS that only this warp writes, and that nobody reads any more.
+        room = smem.ds[state.stage] + (threadIdx.x / 32 - 4) * kRowsOfWarp;
       }
-      Finish(p, info, group, x, dk, dv, smem);
+      Finish(p, info, group, x, dk, dv, room);
     }
   }
 
   // Epilogue
   // ----------------------------------------------------------------------------------------------------------
 
-  // dk and dv of whole rows go by way of the memory that dq is added from, a part for each warp.
+  // dk and dv of whole rows go by way of shared memory: that of dS in the stage of the step to
+  // come, or, where it has only one, that from which dq is added. A warp has room for 64 columns of
+  // its 16 rows.
   static constexpr bool kStagesDkv = kAddsInBulk && !kSplitsColumns;
-  static constexpr int kStagedCols = 64;
-  static constexpr int kStageFloats = kBlockQ * kHeadDim / kConsumers / 4;
+  static constexpr int kStagedCols = 64, kRowsOfWarp = 16 * kStagedCols;
 
   // Rows of one warp.
   template <int kRegs>
-  static __device__ __forceinline__ void StoreStaged(float* memory, const float (&x)[kRegs],
+  static __device__ __forceinline__ void StoreStaged(Element* room, const float (&x)[kRegs],
                                                      Element* first, int64_t stride, int num_rows,
                                                      int num_columns) {
-    using Stage = gpu::RowStage<Element, kStagedCols>;
-    static_assert(sizeof(Stage) <= kStageFloats * sizeof(float));
+    using Stage = gpu::RowStage<Element, kStagedCols, false>;
+    static_assert(sizeof(Stage) == kRowsOfWarp * sizeof(Element));
     static_assert(kRegs * 2 % kStagedCols == 0);
 #pragma unroll
     for (int i = 0; i < kRegs * 2 / kStagedCols; ++i) {
-      reinterpret_cast<Stage*>(memory)->Store(
+      reinterpret_cast<Stage*>(room)->Store(
           *reinterpret_cast<const float (*)[kStagedCols / 2]>(&x[i * (kStagedCols / 2)]),
           first + i * kStagedCols, stride, num_rows, num_columns - i * kStagedCols);
     }
@@ -1155,13 +1163,14 @@ struct BackwardKernel {
   static __device__ __forceinline__ void Finish(const BackwardParams& p, const TileInfo& info,
                                                 int group, const Scores& x,
                                                 float (&dk)[kDkCols / 2], float (&dv)[kDvCols / 2],
-                                                SharedStorage& smem) {
+                                                Element* room) {
     const gpu::ScoreParams& sp = p.score;
     const int lane = threadIdx.x % 32;
+    const float scale = info.scale;
     bool is_nan = false;
 #pragma unroll
     for (int i = 0; i < kDkCols / 2; ++i) {
-      dk[i] *= x.scale;
+      dk[i] *= scale;
       is_nan |= dk[i] != dk[i];
     }
 #pragma unroll
@@ -1176,10 +1185,9 @@ struct BackwardKernel {
       const int64_t heads = sp.num_kv_heads;
       const int64_t row =
           (static_cast<int64_t>(info.batch) * sp.seqlen_kv + first) * heads + info.kv_head;
-      float* memory = smem.dq[group] + warp * kStageFloats;
-      StoreStaged(memory, dk, static_cast<Element*>(p.dk) + row * sp.head_dim, heads * sp.head_dim,
+      StoreStaged(room, dk, static_cast<Element*>(p.dk) + row * sp.head_dim, heads * sp.head_dim,
                   num_rows, sp.head_dim);
-      StoreStaged(memory, dv, static_cast<Element*>(p.dv) + row * sp.head_dim_v,
+      StoreStaged(room, dv, static_cast<Element*>(p.dv) + row * sp.head_dim_v,
                   heads * sp.head_dim_v, num_rows, sp.head_dim_v);
     } else {
       const int dk_column = kSplitsColumns ? group * kDkCols : 0,
@@ -1212,6 +1220,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
+    for (gpu::Barrier& bar : smem.info_full) gpu::InitBarrier(&bar, 1);
+    gpu::InitBarrier(&smem.near_end, 1);
     gpu::InitBarrier(&smem.kv_full, 1);
     constexpr int kGroupArrivals = 4 * gpu::kArrivalsOfWarp;
     gpu::InitBarrier(&smem.kv_empty, (kGroupArrivals + 1) * Kernel::kConsumers);
@@ -1239,8 +1249,10 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<Kernel::kProducerRegs>();
     if (threadIdx.x == 0) {
-      Kernel::Produce(p, &q_tensor, &k_tensor, &v_tensor, &dout_tensor, smem);
-    } else if (threadIdx.x % 32 == 0 && threadIdx.x <= 32 * Kernel::kConsumers) {
+      Kernel::LoadSteps(p, &q_tensor, &dout_tensor, smem);
+    } else if (threadIdx.x == 32 * (Kernel::kConsumers + 1)) {
+      Kernel::PlanTiles(p, &k_tensor, &v_tensor, smem);
+    } else if (threadIdx.x % 32 == 0) {
       Kernel::AddForConsumers(p, threadIdx.x / 32 - 1, smem);
     }
   } else {

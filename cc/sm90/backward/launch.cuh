@@ -59,16 +59,17 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   params.dv = operands.dv.data;
   params.padded_q = static_cast<int>(PaddedSeqlenQ(problem));
   params.num_q_tiles = static_cast<int>(CeilDiv(problem.seqlen_q, kTile.block_q));
-  params.num_kv_tiles = static_cast<int>(CeilDiv(problem.seqlen_kv, kTile.block_kv));
-  params.num_tiles = static_cast<int>(params.num_kv_tiles * kv_pairs);
+  gpu::KeyTileOrder& order = params.order;
+  order.num_kv_tiles = static_cast<int>(CeilDiv(problem.seqlen_kv, kTile.block_kv));
+  order.num_tiles = static_cast<int>(order.num_kv_tiles * kv_pairs);
   const int64_t group_bytes = problem.group_size() * problem.seqlen_q *
                               (2 * (problem.head_dim + problem.head_dim_v) + 4 * kHeadDim);
   // Tiles of unequal length need a section long enough for short ones to fill the gaps that long
   // ones leave.
   const bool is_uneven =
       problem.uses_positions() || problem.has_segment_ids || problem.has_seq_lengths;
-  const int64_t least = is_uneven ? CeilDiv(kUnevenTiles, params.num_kv_tiles) : 1;
-  params.pairs_per_section = static_cast<int>(
+  const int64_t least = is_uneven ? CeilDiv(kUnevenTiles, order.num_kv_tiles) : 1;
+  order.pairs_per_section = static_cast<int>(
       gpu::EvenSections(kv_pairs, std::max(kBackwardSectionBytes / group_bytes, least)));
 
   // Counters, turns and dbias lie side by side: one memset zeroes them. dq, which follows, is as
@@ -100,11 +101,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
     gpu::ScoreParams swapped = params.score;
     std::swap(swapped.seqlen_q, swapped.seqlen_kv);
     std::swap(swapped.q_segment_ids, swapped.kv_segment_ids);
-    cudaError_t error =
-        gpu::RunSegmentPlan(params.score, memory + workspace.q_plan, stream, &params.score.plan);
-    if (error == cudaSuccess) {
-      error = gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
-    }
+    const cudaError_t error =
+        gpu::RunSegmentPlan(swapped, memory + workspace.kv_plan, stream, &params.kv_plan);
     if (Status s = gpu::ToStatus(error, "segment plan"); !s.ok()) return s;
   }
 
@@ -173,8 +171,8 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
       !s.ok())
     return s;
   BackwardMain<Kernel>
-      <<<std::min(num_sms, params.num_tiles), Kernel::kThreads, kSmemBytes, stream>>>(params, q, k,
-                                                                                      v, dout);
+      <<<std::min(num_sms, order.num_tiles), Kernel::kThreads, kSmemBytes, stream>>>(params, q, k,
+                                                                                     v, dout);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "backward"); !s.ok()) return s;
   ConvertDq<Kernel><<<static_cast<unsigned>(q_pairs * params.num_q_tiles), 256, 0, stream>>>(
       params, operands.dq.data, dq_list);

@@ -13,7 +13,7 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
 // Offsets of what the backward keeps in its workspace.
 struct BackwardWorkspace {
   int64_t counters, turns, dbias, dq, lse2, delta, parts, turn_takers, first_takers, mask_plan,
-      dq_strips, dkv_strips, q_plan, kv_plan, bytes;
+      dq_strips, dkv_strips, kv_plan, bytes;
 };
 
 inline int64_t PaddedSeqlenQ(const Problem& p) { return RoundUp(p.seqlen_q, 128); }
@@ -47,7 +47,6 @@ inline BackwardWorkspace WorkspaceOf(const Problem& p) {
     // Both column halves of a strip may report it.
     w.dq_strips = take(2 * gpu::RepairListBytes(p));
     w.dkv_strips = take(2 * gpu::RepairListBytes(gpu::Swapped(p)));
-    w.q_plan = take(gpu::SegmentPlanBytes(p));
     w.kv_plan = take(gpu::SegmentPlanBytes(gpu::Swapped(p)));
   }
   return w;
