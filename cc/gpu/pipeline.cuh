@@ -84,6 +84,21 @@ __device__ __forceinline__ void LoadBox(void* smem, const CUtensorMap* map, Barr
       : "memory");
 }
 
+// Rows beyond those of the map are not stored.
+__device__ __forceinline__ void StoreBox(const void* smem, const CUtensorMap* map, int col,
+                                         int mask_row, int offset_row, int head, int entry) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(SmemAddress(smem)), "r"(col), "r"(mask_row), "r"(offset_row), "r"(head), "r"(entry)
+      : "memory");
+}
+
+// Until everything that this thread has stored is read from shared memory.
+__device__ __forceinline__ void AwaitStores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 __device__ __forceinline__ void PrefetchBox(const CUtensorMap* map, int col, int mask_row,
                                             int offset_row, int head, int entry) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),

@@ -59,30 +59,26 @@ __device__ __forceinline__ void StoreRows(const float (&x)[kRegs], Element* cons
   }
 }
 
-// Shared memory of one warp, by way of which its 16 accumulator rows go to global memory: whole
-// rows at a time, and without exchanges between lanes. The same columns of different rows lie in
-// different banks: rows' ends are padded or, where memory is scarce, their chunks of 8 columns are
-// swizzled.
-template <typename Element, int kColumns, bool kIsPadded = true>
+// Shared memory of one warp, by way of which 64 columns of its 16 accumulator rows go to global
+// memory: whole rows at a time, and without exchanges between lanes. Chunks of 8 columns are
+// swizzled as in boxes of TMA, so that the same columns of rows lie in different banks.
+template <typename Element>
 struct RowStage {
-  static_assert(kIsPadded || kColumns % 64 == 0);
-  static constexpr int kPitch = kColumns + (kIsPadded ? 8 : 0);
-  alignas(16) Element data[16 * kPitch];
+  static constexpr int kColumns = 64;
+  alignas(16) Element data[16 * kColumns];
 
   static __device__ __forceinline__ int PlaceOf(int row, int chunk) {
-    return row * kPitch + (kIsPadded ? chunk : chunk ^ row % 8) * 8;
+    return row * kColumns + (chunk ^ row % 8) * 8;
   }
 
-  // The first `num_rows` rows (all, if there are more) go `stride` elements apart; columns from
-  // `num_columns` on are dropped (a multiple of 8).
-  __device__ __forceinline__ void Store(const float (&x)[kColumns / 2], Element* first,
-                                        int64_t stride, int num_rows, int num_columns) {
+  // The first `kRegs` registers' columns of x.
+  template <int kRegs>
+  __device__ __forceinline__ void Fill(const float* x) {
     const int lane = threadIdx.x % 32;
-    __syncwarp();  // of what was stored before, everything has been read
     // A matrix is 8 columns of rows 8 r to 8 r + 7; lanes 8 m to 8 m + 7 say where the rows of
     // matrix m go.
 #pragma unroll
-    for (int g = 0; g < kColumns / 16; ++g) {
+    for (int g = 0; g < kRegs / 8; ++g) {
       uint32_t w[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -96,11 +92,19 @@ struct RowStage {
                    "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                    : "memory");
     }
+  }
+
+  // The first `num_rows` rows (all, if there are more) go `stride` elements apart; columns from
+  // `num_columns` on are dropped (a multiple of 8).
+  __device__ __forceinline__ void Store(const float* x, Element* first, int64_t stride,
+                                        int num_rows, int num_columns) {
+    __syncwarp();  // of what was stored before, everything has been read
+    Fill<kColumns / 2>(x);
     __syncwarp();
     constexpr int kChunks = kColumns / 8;  // of a row, 16 bytes each
 #pragma unroll
     for (int i = 0; i < kChunks / 2; ++i) {
-      const int at = i * 32 + lane, row = at / kChunks, chunk = at % kChunks;
+      const int at = i * 32 + threadIdx.x % 32, row = at / kChunks, chunk = at % kChunks;
       if (row < num_rows && chunk * 8 < num_columns) {
         *reinterpret_cast<uint4*>(first + row * stride + chunk * 8) =
             *reinterpret_cast<const uint4*>(data + PlaceOf(row, chunk));

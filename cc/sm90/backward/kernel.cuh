@@ -1142,21 +1142,21 @@ struct BackwardKernel {
   // come, or, where it has only one, that from which dq is added. A warp has room for 64 columns of
   // its 16 rows.
   static constexpr bool kStagesDkv = kAddsInBulk && !kSplitsColumns;
-  static constexpr int kStagedCols = 64, kRowsOfWarp = 16 * kStagedCols;
+  static constexpr int kStagedCols = gpu::RowStage<Element>::kColumns,
+                       kRowsOfWarp = 16 * kStagedCols;
 
   // Rows of one warp.
   template <int kRegs>
   static __device__ __forceinline__ void StoreStaged(Element* room, const float (&x)[kRegs],
                                                      Element* first, int64_t stride, int num_rows,
                                                      int num_columns) {
-    using Stage = gpu::RowStage<Element, kStagedCols, false>;
+    using Stage = gpu::RowStage<Element>;
     static_assert(sizeof(Stage) == kRowsOfWarp * sizeof(Element));
     static_assert(kRegs * 2 % kStagedCols == 0);
 #pragma unroll
     for (int i = 0; i < kRegs * 2 / kStagedCols; ++i) {
-      reinterpret_cast<Stage*>(room)->Store(
-          *reinterpret_cast<const float (*)[kStagedCols / 2]>(&x[i * (kStagedCols / 2)]),
-          first + i * kStagedCols, stride, num_rows, num_columns - i * kStagedCols);
+      reinterpret_cast<Stage*>(room)->Store(&x[i * (kStagedCols / 2)], first + i * kStagedCols,
+                                            stride, num_rows, num_columns - i * kStagedCols);
     }
   }
 

@@ -21,6 +21,8 @@ namespace jax_fmha::sm90 {
 // Queries, output gradients and dq of a section of heads should stay in L2.
 inline constexpr int64_t kBackwardSectionBytes = 24 << 20;
 inline constexpr int64_t kUnevenTiles = 256;
+// Tiles that take turns wait less for each other where more heads are under way.
+inline constexpr int64_t kTurnTiles = 1024;
 
 template <typename Element, int kHeadDimV>
 void LaunchDelta(const gpu::DeltaParams& p, cudaStream_t stream) {
@@ -68,7 +70,10 @@ Status LaunchBackward(const Problem& problem, const Operands& operands, const La
   // ones leave.
   const bool is_uneven =
       problem.uses_positions() || problem.has_segment_ids || problem.has_seq_lengths;
-  const int64_t least = is_uneven ? CeilDiv(kUnevenTiles, order.num_kv_tiles) : 1;
+  const int64_t least = CeilDiv(problem.deterministic ? kTurnTiles
+                                : is_uneven           ? kUnevenTiles
+                                                      : 1,
+                                order.num_kv_tiles);
   order.pairs_per_section = static_cast<int>(
       gpu::EvenSections(kv_pairs, std::max(kBackwardSectionBytes / group_bytes, least)));
 

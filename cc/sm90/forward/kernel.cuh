@@ -45,7 +45,10 @@ struct ForwardKernel {
 
   // Output rows leave by way of shared memory, and the next query rows arrive there before the old
   // ones are used up, where there is room for them.
-  using OutStage = gpu::RowStage<Element, kHeadDimV>;
+  static constexpr int kOutBoxes = (kHeadDimV + 63) / 64;
+  struct OutStage {  // of a warp
+    gpu::RowStage<Element> boxes[kOutBoxes];
+  };
   static constexpr int TileBytes(int q_slots, bool stages_out) {
     return 2 * (q_slots * kBlockQ * kHeadDim + kStages * kBlockKv * (kHeadDim + kHeadDimV)) +
            (stages_out ? 4 * kConsumers * static_cast<int>(sizeof(OutStage)) : 0);
@@ -99,7 +102,7 @@ struct ForwardKernel {
     alignas(1024) Element q[kQSlots][kBlockQ * kHeadDim];
     alignas(1024) Element k[kStages][kBlockKv * kHeadDim];
     alignas(1024) Element v[kStages][kBlockKv * kHeadDimV];
-    alignas(16) char out[kStagesOut ? 4 * kConsumers * sizeof(OutStage) : 16];  // of each warp
+    alignas(1024) char out[kStagesOut ? 4 * kConsumers * sizeof(OutStage) : 16];  // of each warp
     gpu::Ring<kQSlots> q_ring[kConsumers];
     gpu::Ring<kStages> k_ring, v_ring;
     gpu::Ring<1> tile_ring;      // from the planner to the producer
@@ -474,7 +477,9 @@ struct ForwardKernel {
     }
   }
 
-  static __device__ __forceinline__ void Consume(const ForwardParams& p, SharedStorage& smem) {
+  static __device__ __forceinline__ void Consume(const ForwardParams& p,
+                                                 const CUtensorMap* out_tensor,
+                                                 SharedStorage& smem) {
     const int thread = threadIdx.x - 128;
     const int group = __shfl_sync(0xffffffff, thread / 128, 0);
 
@@ -573,7 +578,8 @@ struct ForwardKernel {
       return kv_first < x.full_begin || kv_first + kBlockKv > x.full_end || is_masked;
     };
     auto store = [&](const RowTile& x, const float (&norm)[2]) {
-      Store(p, x, norm, reinterpret_cast<OutStage*>(smem.out)[kStagesOut ? thread / 32 : 0], o);
+      Store(p, out_tensor, x, norm,
+            reinterpret_cast<OutStage*>(smem.out)[kStagesOut ? thread / 32 : 0], o);
     };
     float rescale[2], norm[2];
     await_tile();
@@ -677,6 +683,8 @@ struct ForwardKernel {
         stats = next_stats;
       } while (has_next);
     }
+    // Shared memory must outlive the last store.
+    if (kStagesOut && threadIdx.x % 32 == 0) gpu::AwaitStores();
   }
 
   // Epilogue
@@ -701,7 +709,8 @@ struct ForwardKernel {
     }
   }
 
-  static __device__ __forceinline__ void Store(const ForwardParams& p, const RowTile& tile,
+  static __device__ __forceinline__ void Store(const ForwardParams& p,
+                                               const CUtensorMap* out_tensor, const RowTile& tile,
                                                const float (&norm)[2], OutStage& stage,
                                                float (&o)[kOutRegs]) {
     const gpu::ScoreParams& sp = p.score;
@@ -731,9 +740,29 @@ struct ForwardKernel {
       return static_cast<Element*>(p.out) + row * sp.head_dim_v;
     };
     if constexpr (kStagesOut) {
-      const int first = rows.first - lane / 4;
-      stage.Store(o, row_at(first), static_cast<int64_t>(sp.num_q_heads) * sp.head_dim_v,
-                  sp.seqlen_q - first, sp.head_dim_v);
+      if (lane == 0) gpu::AwaitStores();  // of the tile before
+      __syncwarp();
+#pragma unroll
+      for (int box = 0; box < kOutBoxes; ++box) {
+        constexpr int kBoxRegs = 32;
+        constexpr int kLastRegs = kOutRegs - (kOutBoxes - 1) * kBoxRegs;
+        if (box < kOutBoxes - 1) {
+          stage.boxes[box].template Fill<kBoxRegs>(&o[box * kBoxRegs]);
+        } else {
+          stage.boxes[box].template Fill<kLastRegs>(&o[box * kBoxRegs]);
+        }
+      }
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      const int first = rows.index(0), valid = min(16, sp.seqlen_q - first);
+      if (lane == 0 && valid > 0) {
+#pragma unroll
+        for (int box = 0; box < kOutBoxes; ++box) {
+          gpu::StoreBox(stage.boxes[box].data, out_tensor, box * 64, 16 - valid, first + valid,
+                        info.head, info.batch);
+        }
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
     } else {
       Element* rows_to[2];
 #pragma unroll
@@ -749,7 +778,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     ForwardMain(const __grid_constant__ ForwardParams p,
                 const __grid_constant__ CUtensorMap q_tensor,
                 const __grid_constant__ CUtensorMap k_tensor,
-                const __grid_constant__ CUtensorMap v_tensor) {
+                const __grid_constant__ CUtensorMap v_tensor,
+                const __grid_constant__ CUtensorMap out_tensor) {
   extern __shared__ __align__(1024) char raw[];
   auto& smem = *reinterpret_cast<typename Kernel::SharedStorage*>(raw);
   if (threadIdx.x == 0) {
@@ -777,7 +807,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     if (threadIdx.x == 32) Kernel::Plan(p, smem);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Kernel::kConsumerRegs>();
-    Kernel::Consume(p, smem);
+    Kernel::Consume(p, &out_tensor, smem);
   }
 }
 

@@ -24,7 +24,7 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
   const auto stream = static_cast<cudaStream_t>(launch.stream);
   ForwardParams params = gpu::MakeForwardParams(problem, operands, kTile.block_q, kSectionBytes);
 
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, out;
   if (Status s = EncodeRows(
           gpu::RowsOf(operands.q, problem.seqlen_q, problem.num_q_heads, problem.head_dim), 64,
           kTile.box_cols, &q);
@@ -40,6 +40,12 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
           kTile.block_kv, kTile.box_cols, &v);
       !s.ok())
     return s;
+  // Boxes of the 16 rows of a warp, in RowStage's order.
+  if (Status s = EncodeRows({operands.out.data, operands.q.dtype, problem.batch, problem.seqlen_q,
+                             problem.num_q_heads, problem.head_dim_v},
+                            16, 64, &out);
+      !s.ok())
+    return s;
   if (Status s = gpu::PlanForward(problem, launch, kTile.block_q, kTile.block_kv, &params); !s.ok())
     return s;
 
@@ -51,7 +57,7 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
       !s.ok())
     return s;
   const int grid = std::min(num_sms, params.order.num_tiles);
-  ForwardMain<Kernel><<<grid, Kernel::kThreads, kSmemBytes, stream>>>(params, q, k, v);
+  ForwardMain<Kernel><<<grid, Kernel::kThreads, kSmemBytes, stream>>>(params, q, k, v, out);
   if (Status s = gpu::ToStatus(cudaGetLastError(), "forward"); !s.ok()) return s;
   return gpu::RepairRows<Kernel>(problem, operands, params, num_sms, stream);
 }
