@@ -235,7 +235,7 @@ struct BackwardKernel {
     return p.turns != nullptr;
   }
 
-  // Producer
+  // Plan and loads
   // ----------------------------------------------------------------------------------------------------------
 
   static __device__ __forceinline__ void LoadBulk(void* smem, const void* from, int bytes,
@@ -257,31 +257,29 @@ struct BackwardKernel {
                                                    SharedStorage& smem) {
     int slot = 0, phase = 0;
     for (int tile = blockIdx.x; tile < p.order.num_tiles;) {
-      {
-        const TileInfo info = DescribeTile(p, tile);
-        smem.info[slot] = info;
-        gpu::Arrive(&smem.info_full[slot]);
-        const int first = info.kv_first, head = info.kv_head;
-        const int valid = min(kBlockKv, info.limits.kv_length - first);
-        const int k_entry = gpu::EntryOf(p.k_map, info.batch),
-                  v_entry = gpu::EntryOf(p.v_map, info.batch);
-        const int2* runs = p.kv_plan.rows;
-        if (runs != nullptr) runs += info.batch * gpu::PlanStride(p.score.seqlen_kv) + first;
-        const bool has_steps = info.num_steps > 0;
-        gpu::Wait(&smem.kv_empty, phase ^ 1);
-        if (has_steps) {
-          gpu::ArriveExpect(&smem.kv_full, kBlockKv * ((kHeadDim + kHeadDimV) * 2 +
-                                                       (runs != nullptr ? sizeof(int2) : 0)));
-          gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k, k_tensor, &smem.kv_full, first, valid,
-                                                      head, k_entry);
-          gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, first,
-                                                       valid, head, v_entry);
-          if (runs != nullptr) {
-            LoadBulk(smem.runs, runs, kBlockKv * sizeof(int2), &smem.kv_full);
-          }
-        } else {
-          gpu::Arrive(&smem.kv_full);
+      const TileInfo info = DescribeTile(p, tile);
+      smem.info[slot] = info;
+      gpu::Arrive(&smem.info_full[slot]);
+      const int first = info.kv_first, head = info.kv_head;
+      const int valid = min(kBlockKv, info.limits.kv_length - first);
+      const int k_entry = gpu::EntryOf(p.k_map, info.batch),
+                v_entry = gpu::EntryOf(p.v_map, info.batch);
+      const int2* runs = p.kv_plan.rows;
+      if (runs != nullptr) runs += info.batch * gpu::PlanStride(p.score.seqlen_kv) + first;
+      const bool has_steps = info.num_steps > 0;
+      gpu::Wait(&smem.kv_empty, phase ^ 1);
+      if (has_steps) {
+        gpu::ArriveExpect(&smem.kv_full, kBlockKv * ((kHeadDim + kHeadDimV) * 2 +
+                                                     (runs != nullptr ? sizeof(int2) : 0)));
+        gpu::LoadRows<kBlockKv, kHeadDim, kBoxCols>(smem.k, k_tensor, &smem.kv_full, first, valid,
+                                                    head, k_entry);
+        gpu::LoadRows<kBlockKv, kHeadDimV, kBoxCols>(smem.v, v_tensor, &smem.kv_full, first, valid,
+                                                     head, v_entry);
+        if (runs != nullptr) {
+          LoadBulk(smem.runs, runs, kBlockKv * sizeof(int2), &smem.kv_full);
         }
+      } else {
+        gpu::Arrive(&smem.kv_full);
       }
       gpu::Wait(&smem.near_end, phase);
       tile = gridDim.x + atomicAdd(p.next_tile, 1);
@@ -498,35 +496,21 @@ struct BackwardKernel {
     });
   }
 
-  // Which of a warpgroup's queries may see each of this thread's keys: the first, and one past the
-  // last, a byte each.
-  static __device__ __forceinline__ uint32_t SeenQueries(const BackwardParams& p,
-                                                         const TileInfo& info, const int (&kv)[2],
-                                                         int q_first, const int2* runs) {
-    uint32_t seen = 0;
+  // Selects among scores of a tile that not every pair of may attend; `runs` are those of queries
+  // by key.
+  static __device__ __forceinline__ void MaskScores(const BackwardParams& p, const TileInfo& info,
+                                                    int flags, const int2* runs, int head,
+                                                    int q_first, const int (&kv)[2],
+                                                    float (&s)[kScoreRegs]) {
+    const gpu::ScoreParams& sp = p.score;
+    const int col = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int2 run =
           p.kv_plan.rows == nullptr ? make_int2(0, gpu::kFar) : runs[kv[r] - info.kv_first];
-      const int2 queries = gpu::KeyInterval(info.limits, run, kv[r]);
-      const int begin = min(max(queries.x - q_first, 0), kGroupQ),
-                end = min(max(queries.y - q_first, 0), kGroupQ);
-      seen |= (begin | end << 8) << 16 * r;
-    }
-    return seen;
-  }
-
-  // Selects among scores of a tile that not every pair of may attend.
-  static __device__ __forceinline__ void MaskScores(const gpu::ScoreParams& sp,
-                                                    const TileInfo& info, int flags, uint32_t seen,
-                                                    int head, int q_first, const int (&kv)[2],
-                                                    float (&s)[kScoreRegs]) {
-    const int col = 2 * (threadIdx.x % 4);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int begin = seen >> 16 * r & 0xff, end = seen >> (16 * r + 8) & 0xff;
-      const unsigned length = end - begin;
-      const int at = col - begin;
+      const int2 seen = gpu::KeyInterval(info.limits, run, kv[r]);
+      const unsigned length = seen.y - seen.x;
+      const int at = q_first + col - seen.x;
 #pragma unroll
       for (int i = 0; i < kScoreRegs / 4; ++i) {
 #pragma unroll
@@ -942,10 +926,6 @@ struct BackwardKernel {
         // Before the products, which would make loads of shared memory wait for their end.
         prepare_dp(0);
         if constexpr (!kIsCrowded && !kStartsFromStatistics) load_lse2(0);
-        uint32_t seen = 0;  // see SeenQueries
-        if (!(flags & kIsFull)) {
-          seen = SeenQueries(p, info, x.kv, m * kBlockQ + q_offset, smem.runs);
-        }
         gpu::Wait(&smem.dout_ring.full[stage], state.phase);
         follow(kScoresBar);
         warpgroup_fence_operand(tS);
@@ -970,7 +950,7 @@ struct BackwardKernel {
           }
         }
         if (!(flags & kIsFull)) {
-          MaskScores(sp, info, flags, seen, head, m * kBlockQ + q_offset, x.kv, s);
+          MaskScores(p, info, flags, smem.runs, head, m * kBlockQ + q_offset, x.kv, s);
         }
         if (flags & kHasLarge) {
           ExponentiateLarge(p, info, x, head, m * kBlockQ + q_offset, smem.lse2[stage] + q_offset,
