@@ -120,7 +120,8 @@ def count(lines: list[Line], marker: str, least: int) -> Counter | None:
             after = shortest(lines, loop, middle, loop.last)
             if before and after and (not path or len(before) + len(after) - 1 < len(path)):
                 path = [*before, *after[1:]]
-        if not path:
+        # Waits that are spun behind the end of the code look like loops around it.
+        if sum(lines[i].opcode.startswith(marker) for i in path) < least:
             continue
         units: Counter = Counter()
         for i in path:
@@ -149,7 +150,7 @@ class Kernel:
     def of(function: str) -> "Kernel | None":
         """The main kernel of that name in the object file."""
         if ours := re.search(
-            r"(Forward|Backward)KernelI.*?(bfloat16_t|half_t)ELNS\w*?ForwardModeE(\d)ELi(\d+)ELi(\d+)",
+            r"sm100\w*?(Forward|Backward)KernelI.*?(bfloat16_t|half_t)ELNS\w*?ForwardModeE(\d)ELi(\d+)ELi(\d+)",
             function,
         ):
             mode = ("kDense", "kInterval", "kGeneral")[int(ours[3])]

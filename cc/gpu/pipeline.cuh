@@ -21,13 +21,17 @@ __device__ __forceinline__ void Arrive(Barrier* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SmemAddress(bar)) : "memory");
 }
 
-// A warp arrives by one lane, once all have met: what the others read before is done as well.
-// racecheck does not follow that, hence a build for it in which every lane arrives.
-#ifdef JAX_FMHA_RACECHECK
-inline constexpr int kArrivalsOfWarp = 32;
+// compute-sanitizer sees less than happens: racecheck does not follow that all of a warp has met
+// before one of its lanes arrives, and initcheck does not count what TMA stores. Hence a build for
+// it, in which every lane arrives and outputs are stored by threads.
+#ifdef JAX_FMHA_FOR_SANITIZER
+inline constexpr bool kIsForSanitizer = true;
 #else
-inline constexpr int kArrivalsOfWarp = 1;
+inline constexpr bool kIsForSanitizer = false;
 #endif
+
+// A warp arrives by one lane, once all have met: what the others read before is done as well.
+inline constexpr int kArrivalsOfWarp = kIsForSanitizer ? 32 : 1;
 
 __device__ __forceinline__ void ArriveAsWarp(Barrier* bar) {
   __syncwarp();

@@ -48,7 +48,6 @@ ALLOWED = {
         "dk and dv of head_dim 192 with head_dim_v 128 take 160 of 240 registers",
     ),
     ("sm90", "backward", "kGeneral"): (64, "addresses of mask, bias and its gradient"),
-    ("sm100", "backward", "kGeneral"): (2, "addresses of mask, bias and its gradient"),
 }
 
 NAME = re.compile(

@@ -36,6 +36,8 @@ SECTIONS = ("behaviour", "table", "fronts", "training", "sanitizer", "blackwell"
 # Share of the device's memory for all processes of the table together; each has a context of half a GiB besides.
 TABLE_MEMORY = 0.15
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# Those that need kernels built for them, see cc/gpu/pipeline.cuh.
+TOOLS_WITH_PACKAGE = ("racecheck", "initcheck")
 FRONTS = ("test_tpu_flash", "test_tpu_splash", "test_flax", "test_dot_product_attention")
 # Losses of native kernels and of plain einsums, in 16 bits, drift apart while both learn.
 LARGEST_LOSS_DIFFERENCE = 0.1
@@ -177,7 +179,7 @@ def training(args: argparse.Namespace) -> dict[str, Any]:
 def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
     """compute-sanitizer's tools on one small case of each kernel; every buffer is an allocation of its own.
 
-    racecheck needs kernels built with -DJAX_FMHA_RACECHECK=ON, see cc/gpu/pipeline.cuh.
+    Two of them need kernels built with -DJAX_FMHA_FOR_SANITIZER=ON.
     """
     if shutil.which("compute-sanitizer") is None:
         return {"passed": 0, "failures": [], "notes": ["not run, needs compute-sanitizer on PATH"]}
@@ -187,19 +189,19 @@ def sanitizer(args: argparse.Namespace) -> dict[str, Any]:
         if name != "initcheck":  # which has to see what others write
             command += ["--kernel-name", "kernel_substring=jax_fmha"]
         env = environment(0.1, XLA_PYTHON_CLIENT_ALLOCATOR="platform")
-        if name == "racecheck":
-            env["PYTHONPATH"] = os.pathsep.join([str(args.racecheck_package), env["PYTHONPATH"]])
+        if name in TOOLS_WITH_PACKAGE:
+            env["PYTHONPATH"] = os.pathsep.join([str(args.sanitizer_package), env["PYTHONPATH"]])
         code, out, err = process([*command, sys.executable, str(HERE / "small_case.py")], env, args.timeout)
         return name, code, out + err
 
-    tools = [name for name in TOOLS if name != "racecheck" or args.racecheck_package is not None]
+    tools = [name for name in TOOLS if args.sanitizer_package or name not in TOOLS_WITH_PACKAGE]
     with concurrent.futures.ThreadPoolExecutor(len(tools)) as pool:
         done = list(pool.map(tool, tools))
     failures = [
         f"{name} ended with {code}: {text_of_reports(text)}" for name, code, text in done if code != 0
     ]
     notes = [f"{name}: {summary(text)}" for name, _, text in done]
-    notes += [f"{name}: not run, needs --racecheck-package" for name in TOOLS if name not in tools]
+    notes += [f"{name}: not run, needs --sanitizer-package" for name in TOOLS if name not in tools]
     return {"passed": len(done) - len(failures), "failures": failures, "notes": notes}
 
 
@@ -289,7 +291,9 @@ def main() -> int:
     )
     parser.add_argument("--blackwell-folder", type=Path, help="where to build, and not again what is there")
     parser.add_argument(
-        "--racecheck-package", type=Path, help="folder of a jax_fmha built with -DJAX_FMHA_RACECHECK=ON"
+        "--sanitizer-package",
+        type=Path,
+        help="folder of a jax_fmha built with -DJAX_FMHA_FOR_SANITIZER=ON",
     )
     parser.add_argument("--fuzz", type=int, default=20, help="random cases of each part of blackwell")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_tests")
