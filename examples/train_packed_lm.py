@@ -14,18 +14,20 @@ Writes parameters.npz, loss.csv and loss.png to --out. Exit code: 0, 2 for bad i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
 import io
 import os
 import re
+import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import jax
@@ -266,6 +268,34 @@ class Run(NamedTuple):
     held_out_loss: float
 
 
+@contextlib.contextmanager
+def interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits until what this yields is called; a second one does not.
+
+    KeyboardInterrupt may leave JAX as another error when it is raised inside.
+    """
+    asked = []
+
+    def note(*_: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, or somebody else's
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def train(label: str, args: argparse.Namespace, training: Rows, held_out: Rows) -> Run:
     """Trains a fresh model; the same seed gives the same initial parameters and the same batches."""
     implementation = None if label == "native" else label
@@ -282,11 +312,13 @@ def train(label: str, args: argparse.Namespace, training: Rows, held_out: Rows) 
 
     progress = Progress(label, args.steps)
     losses: list[float] = []
-    for rows in batches(training, args.batch, args.seed):
-        losses.append(float(train_step(model, optimizer, rows)))
-        progress.step(losses[-1], tokens=np.count_nonzero(rows.segment_ids != PADDING))
-        if len(losses) == args.steps:
-            break
+    with interrupts_between_steps() as check_interrupt:
+        for rows in batches(training, args.batch, args.seed):
+            losses.append(float(train_step(model, optimizer, rows)))
+            progress.step(losses[-1], tokens=np.count_nonzero(rows.segment_ids != PADDING))
+            check_interrupt()
+            if len(losses) == args.steps:
+                break
     tokens_per_second = progress.tokens_per_second()
     parts = range(0, len(held_out.tokens), args.batch)
     held_out_loss = np.mean([float(evaluate(model, held_out.take(slice(i, i + args.batch)))) for i in parts])
