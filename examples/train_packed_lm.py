@@ -276,14 +276,13 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """
     asked = []
 
-    def note(*_: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-
     def check() -> None:
         if asked:
             raise KeyboardInterrupt
+
+    def note(*_: Any) -> None:
+        check()
+        asked.append(True)
 
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:  # ignored, or somebody else's

@@ -64,8 +64,8 @@ __device__ __forceinline__ void StoreRows(const float (&x)[kRegs], Element* cons
 // swizzled as in boxes of TMA, so that the same columns of rows lie in different banks.
 template <typename Element>
 struct RowStage {
-  static constexpr int kColumns = 64;
-  alignas(16) Element data[16 * kColumns];
+  static constexpr int kRows = 16, kColumns = 64;
+  alignas(16) Element data[kRows * kColumns];
 
   static __device__ __forceinline__ int PlaceOf(int row, int chunk) {
     return row * kColumns + (chunk ^ row % 8) * 8;

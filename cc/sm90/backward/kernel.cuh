@@ -168,7 +168,7 @@ struct BackwardKernel {
   // A tile is described while the consumers are at the one before, and some of their warps may not
   // have left the one before that.
   static constexpr int kInfoSlots = 3;
-  static __device__ __forceinline__ int AfterSlot(int slot) {
+  static __device__ __forceinline__ int NextInfo(int slot) {
     return slot == kInfoSlots - 1 ? 0 : slot + 1;
   }
 
@@ -284,7 +284,7 @@ struct BackwardKernel {
       gpu::Wait(&smem.near_end, phase);
       tile = gridDim.x + atomicAdd(p.next_tile, 1);
       phase ^= 1;
-      slot = AfterSlot(slot);
+      slot = NextInfo(slot);
     }
     smem.info[slot].is_last = 1;
     gpu::Arrive(&smem.info_full[slot]);
@@ -737,7 +737,7 @@ struct BackwardKernel {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot = AfterSlot(slot);
+      slot = NextInfo(slot);
       if (info.is_last) break;
       gpu::Arrive(&smem.kv_empty);
       int2 takes = make_int2(info.q_begin, kAddsInBulk ? info.q_end : info.q_begin);
@@ -863,7 +863,7 @@ struct BackwardKernel {
       gpu::Wait(&smem.kv_full, kv_phase);
       kv_phase ^= 1;
       const TileInfo& info = smem.info[slot];
-      slot = AfterSlot(slot);
+      slot = NextInfo(slot);
       if (info.is_last) break;
       Scores x;
       x.quarter = quarter;
@@ -1123,7 +1123,7 @@ struct BackwardKernel {
   // its 16 rows.
   static constexpr bool kStagesDkv = kAddsInBulk && !kSplitsColumns;
   static constexpr int kStagedCols = gpu::RowStage<Element>::kColumns,
-                       kRowsOfWarp = 16 * kStagedCols;
+                       kRowsOfWarp = gpu::RowStage<Element>::kRows * kStagedCols;
 
   // Rows of one warp.
   template <int kRegs>

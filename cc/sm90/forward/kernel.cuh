@@ -45,9 +45,10 @@ struct ForwardKernel {
 
   // Output rows leave by way of shared memory, and the next query rows arrive there before the old
   // ones are used up, where there is room for them.
-  static constexpr int kOutBoxes = (kHeadDimV + 63) / 64;
+  using OutBox = gpu::RowStage<Element>;
+  static constexpr int kOutBoxes = (kHeadDimV + OutBox::kColumns - 1) / OutBox::kColumns;
   struct OutStage {  // of a warp
-    gpu::RowStage<Element> boxes[kOutBoxes];
+    OutBox boxes[kOutBoxes];
   };
   static constexpr int TileBytes(int q_slots, bool stages_out) {
     return 2 * (q_slots * kBlockQ * kHeadDim + kStages * kBlockKv * (kHeadDim + kHeadDimV)) +
@@ -734,17 +735,12 @@ struct ForwardKernel {
         }
       }
     }
-    auto row_at = [&](int i) {
-      const int64_t row =
-          (static_cast<int64_t>(info.batch) * sp.seqlen_q + i) * sp.num_q_heads + info.head;
-      return static_cast<Element*>(p.out) + row * sp.head_dim_v;
-    };
     if constexpr (kStagesOut) {
       if (lane == 0) gpu::AwaitStores();  // of the tile before
       __syncwarp();
 #pragma unroll
       for (int box = 0; box < kOutBoxes; ++box) {
-        constexpr int kBoxRegs = 32;
+        constexpr int kBoxRegs = OutBox::kColumns / 2;
         constexpr int kLastRegs = kOutRegs - (kOutBoxes - 1) * kBoxRegs;
         if (box < kOutBoxes - 1) {
           stage.boxes[box].template Fill<kBoxRegs>(&o[box * kBoxRegs]);
@@ -754,16 +750,21 @@ struct ForwardKernel {
       }
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
-      const int first = rows.index(0), valid = min(16, sp.seqlen_q - first);
+      const int first = rows.index(0), valid = min(OutBox::kRows, sp.seqlen_q - first);
       if (lane == 0 && valid > 0) {
 #pragma unroll
         for (int box = 0; box < kOutBoxes; ++box) {
-          gpu::StoreBox(stage.boxes[box].data, out_tensor, box * 64, 16 - valid, first + valid,
-                        info.head, info.batch);
+          gpu::StoreBox(stage.boxes[box].data, out_tensor, box * OutBox::kColumns,
+                        OutBox::kRows - valid, first + valid, info.head, info.batch);
         }
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
       }
     } else {
+      auto row_at = [&](int i) {
+        const int64_t row =
+            (static_cast<int64_t>(info.batch) * sp.seqlen_q + i) * sp.num_q_heads + info.head;
+        return static_cast<Element*>(p.out) + row * sp.head_dim_v;
+      };
       Element* rows_to[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)

@@ -40,10 +40,10 @@ Status LaunchForward(const Problem& problem, const Operands& operands, const Lau
           kTile.block_kv, kTile.box_cols, &v);
       !s.ok())
     return s;
-  // Boxes of the 16 rows of a warp, in RowStage's order.
+  // A box is what a warp stages.
   if (Status s = EncodeRows({operands.out.data, operands.q.dtype, problem.batch, problem.seqlen_q,
                              problem.num_q_heads, problem.head_dim_v},
-                            16, 64, &out);
+                            Kernel::OutBox::kRows, Kernel::OutBox::kColumns, &out);
       !s.ok())
     return s;
   if (Status s = gpu::PlanForward(problem, launch, kTile.block_q, kTile.block_kv, &params); !s.ok())
